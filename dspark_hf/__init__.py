@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DSpark speculative decoding for Hugging Face transformers. Importing it lets `generate` accept DSpark drafts."""
+
+from ._version import __version__
+from .candidate_generator import DraftProposal, DSparkCandidateGenerator
+from .configuration_dspark import DSparkConfig
+from .default_pair import load_default_pair
+from .integration import disable, enable, is_enabled, register_auto_classes
+from .metrics import AcceptanceStats, RoundRecord, collect_rounds
+from .modeling_dspark import DSparkDraftModel, DSparkPreTrainedModel
+from .outputs import DSparkGenerateOutput
+from .stopping_criteria import AdaptiveConfidenceCriteria
+
+
+register_auto_classes()
+enable()
+
+__all__ = [
+    "AcceptanceStats",
+    "AdaptiveConfidenceCriteria",
+    "DSparkCandidateGenerator",
+    "DSparkConfig",
+    "DSparkDraftModel",
+    "DSparkGenerateOutput",
+    "DSparkPreTrainedModel",
+    "DraftProposal",
+    "RoundRecord",
+    "__version__",
+    "collect_rounds",
+    "disable",
+    "enable",
+    "is_enabled",
+    "load_default_pair",
+]

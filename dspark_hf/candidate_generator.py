@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafting half of a round: context in, one parallel pass, the sequential chain, and where to cut it.
+
+Legend: R requests (1 here), c context tokens, g block_size, k drafts, m captured layers, d hidden, V target vocabulary,
+D draft vocabulary (= V unless reduced). q is the draft's distribution after the mirrored processors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import CandidateGenerator
+
+from .draft_cache import DraftCache
+from .metrics import RoundRecord
+from .modeling_dspark import DSparkDraftModel
+from .processors import are_rowwise, mirrored
+from .sampling import select_token
+from .stopping_criteria import AdaptiveConfidenceCriteria, resolve_options
+
+
+@dataclass(frozen=True)
+class DraftProposal:
+    """What a round sends to verification.
+
+    Args:
+        token_ids (`torch.LongTensor` of shape `(1, k)`): Drafts, k >= 0, on the device of the text.
+        draft_logits (`torch.Tensor` of shape `(1, k, V)`, *optional*):
+            Exactly the logits the drafts were sampled from, fp32; `None` when greedy.
+        confidence (`tuple[float, ...]`): c of every slot drafted, cut ones included; empty without a confidence head.
+    """
+
+    token_ids: torch.Tensor
+    draft_logits: torch.Tensor | None = None
+    confidence: tuple[float, ...] = ()
+
+
+class DSparkCandidateGenerator(CandidateGenerator):
+    """Drafts blocks of tokens for one `generate` call; all of the call's drafting state lives here.
+
+    It follows transformers' `CandidateGenerator` protocol, so that the stock assisted loop can drive it as well as ours.
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+        draft (`DSparkDraftModel`): Its draft.
+        generation_config (`GenerationConfig`): The call's prepared config (`do_sample`, `max_length`, EOS).
+        logits_processor (`LogitsProcessorList`, *optional*): The call's prepared processors.
+
+    Raises:
+        NotImplementedError: If the target is no decoder-only language model.
+        ValueError: If target and draft do not fit, or a knob is out of range.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DSparkDraftModel,
+        generation_config: GenerationConfig,
+        logits_processor: LogitsProcessorList | None = None,
+    ):
+        self.draft = draft
+        self.binding = draft.bind_target(target)
+        self.options = resolve_options(draft.config, draft.generation_config, generation_config)
+        self.do_sample = bool(generation_config.do_sample)
+        self.max_length = generation_config.max_length
+        self.criterion = self._build_criterion()
+        layers = True if generation_config.output_hidden_states else [i + 1 for i in draft.config.target_layer_ids]
+        self.model_kwargs_overrides = {"output_hidden_states": layers}
+        self._processors = mirrored(logits_processor or LogitsProcessorList())
+        self._rowwise = are_rowwise(self._processors)
+        self._draft_token_ids = draft.draft_token_ids()
+        eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
+        self._eos_token_ids = frozenset(eos_token_id.flatten().tolist() if eos_token_id is not None else ())
+        self._cache = DraftCache(draft.config.num_hidden_layers)
+        self._context: list[torch.Tensor] = []
+        self._context_positions: list[torch.Tensor] = []
+        self._saw_prompt = False
+
+    def _build_criterion(self) -> AdaptiveConfidenceCriteria | None:
+        if self.options.confidence_threshold is not None:
+            return AdaptiveConfidenceCriteria(threshold=self.options.confidence_threshold)
+        if self.options.schedule == "confidence":
+            return AdaptiveConfidenceCriteria(learn_cost=not self.do_sample)
+        return None
+
+    def add_context(self, hidden_states: tuple[torch.Tensor, ...], num_tokens: int, model_kwargs: dict[str, Any]) -> None:
+        """Take in the target's hidden states of the tokens just committed, the new anchor excluded.
+
+        Args:
+            hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; each `(1, >= num_tokens, d)`.
+            num_tokens (`int`): Leading rows to take: the whole prompt at first, then `num_accepted + 1`.
+            model_kwargs (`dict[str, Any]`): The loop's, grown to the anchor: `position_ids`, `attention_mask`.
+
+        Raises:
+            ValueError: If the target returned no hidden states.
+        """
+        captured = [None if hidden_states is None else hidden_states[i + 1] for i in self.draft.config.target_layer_ids]
+        if any(states is None for states in captured):
+            raise ValueError(
+                "The target returned no hidden states for `target_layer_ids` "
+                f"{self.draft.config.target_layer_ids}, which DSpark drafts need. Its forward must honour `output_hidden_states`."
+            )
+        where = {"device": self.draft.device, "dtype": self.draft.dtype}
+        context = torch.cat([states[:, :num_tokens].to(**where) for states in captured], dim=-1)  # [1, c, m * d]
+        positions = self._positions(model_kwargs, num_tokens)
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not self._saw_prompt and mask.ndim == 2:  # a left-padded prompt
+            keep = mask[0, -num_tokens - 1 : -1].bool().to(context.device)
+            context, positions = context[:, keep], torch.cat([positions[:, :-1][:, keep], positions[:, -1:]], dim=1)
+        self._saw_prompt = True
+        self._context.append(context)
+        self._context_positions.append(positions)
+
+    def _positions(self, model_kwargs: dict[str, Any], num_tokens: int) -> torch.Tensor:
+        """Positions of `num_tokens` context tokens and the anchor, [1, num_tokens + 1]."""
+        position_ids = model_kwargs.get("position_ids")
+        if position_ids is None:  # only differences matter to RoPE
+            start = self._cache.length + sum(context.shape[1] for context in self._context)
+            return torch.arange(start, start + num_tokens + 1, device=self.draft.device)[None]
+        if position_ids.ndim == 3:  # text positions come first, then the rows of multimodal RoPE
+            position_ids = position_ids[0]
+        return position_ids[:1, -num_tokens - 1 :].to(self.draft.device)
+
+    def propose(self, input_ids: torch.Tensor) -> DraftProposal:
+        """Draft the tokens after the anchor and cut them where going on does not pay.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, s)`): Text, the anchor last.
+
+        Returns:
+            [`DraftProposal`], empty where the length limit leaves no room for a draft.
+        """
+        # The target adds one token itself, so a draft in the last free place could never be kept.
+        limit = min(self.options.num_assistant_tokens, self.max_length - input_ids.shape[1] - 1)
+        if limit < 1:
+            return DraftProposal(input_ids[:, :0])
+        hidden = self._parallel_stage(input_ids[:, -1:])[:, :limit]  # [1, limit, d]
+        token_ids, draft_logits, confidence = self._sequential_stage(hidden, input_ids)
+        length = self._cut(token_ids, confidence)
+        if draft_logits is not None:
+            draft_logits = self._over_target_vocabulary(draft_logits[:, :length]).to(input_ids.device)
+        return DraftProposal(
+            token_ids[:, :length].to(input_ids.device),
+            draft_logits,
+            tuple(confidence[0].tolist()) if confidence is not None else (),
+        )
+
+    def _parallel_stage(self, anchor_id: torch.Tensor) -> torch.Tensor:
+        """One forward over [anchor, mask, ...] and the context since the last one; the predicting slots, [1, slots, d]."""
+        config = self.draft.config
+        masks = anchor_id.new_full((1, config.block_size - 1), config.mask_token_id)
+        embeds = self.binding.embed_tokens(torch.cat([anchor_id, masks], dim=1))
+        context = torch.cat(self._context, dim=1)
+        # Each entry of positions ends with the anchor that followed; only the last of these anchors is in the block.
+        positions = torch.cat([p[:, :-1] for p in self._context_positions], dim=1)
+        anchor_position = self._context_positions[-1][:, -1:]
+        block_positions = anchor_position + torch.arange(config.block_size, device=anchor_position.device)
+        self._context, self._context_positions = [], []
+        outputs = self.draft(
+            noise_embeds=embeds.to(context.device, context.dtype),
+            context_hidden_states=context,
+            position_ids=torch.cat([positions, block_positions], dim=1),
+            cache=self._cache,
+        )
+        return outputs.last_hidden_state[:, -config.num_draft_slots :]
+
+    def _sequential_stage(
+        self, hidden: torch.Tensor, input_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Sample the slots left to right (Eq 4): tokens [1, k], the logits they came from, confidences [1, k]."""
+        head, base_logits = self.draft.markov_head, self.draft.base_logits(hidden, self.binding)
+        if head is None and not self.do_sample and not self._processors:
+            token_ids = self._to_target_ids(base_logits.argmax(dim=-1))
+            return token_ids, None, self._confidence(hidden, None)
+        state = head.initial_state(hidden[:, 0]) if head is not None else None
+        previous, text = input_ids[:, -1].to(hidden.device), input_ids.to(hidden.device)
+        tokens, rows, embeddings = [], [], []
+        for slot in range(hidden.shape[1]):
+            row = base_logits[:, slot]
+            if head is not None:
+                embeddings.append(head.markov_w1(previous))
+                transition_bias, state = head(embeddings[-1], hidden[:, slot], state)
+                row = row + transition_bias
+            row = self._process(text, row)
+            previous = select_token(row, self.do_sample)
+            if row.shape[-1] != self.draft.config.vocab_size:
+                previous = self._to_target_ids(previous)
+            tokens.append(previous)
+            if self.do_sample:
+                rows.append(row)
+            if not self._rowwise:
+                text = torch.cat([text, previous[:, None]], dim=1)
+        confidence = self._confidence(hidden, torch.stack(embeddings, dim=1) if embeddings else None)
+        return torch.stack(tokens, dim=1), torch.stack(rows, dim=1) if rows else None, confidence
+
+    def _process(self, text: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        """Mirrored processors on one slot's logits; over the draft vocabulary where they allow it."""
+        if self.do_sample or self._processors:
+            row = row.float()
+        if not self._processors:
+            return row
+        return self._processors(text, row if self._rowwise else self._over_target_vocabulary(row))
+
+    def _confidence(self, hidden: torch.Tensor, embeddings: torch.Tensor | None) -> torch.Tensor | None:
+        if self.draft.confidence_head is None:
+            return None
+        return torch.sigmoid(self.draft.confidence_head(hidden, embeddings).float())
+
+    def _cut(self, token_ids: torch.Tensor, confidence: torch.Tensor | None) -> int:
+        """How many drafts to send."""
+        length = token_ids.shape[1]
+        if self.criterion is not None:
+            if confidence is None:
+                confidence = self.criterion.prior_confidence(length)
+            length = int(self.criterion.block_length(confidence))
+        if self._eos_token_ids:  # nothing is kept after an accepted EOS
+            for slot, token in enumerate(token_ids[0, :length].tolist()):
+                if token in self._eos_token_ids:
+                    return slot + 1
+        return length
+
+    def _to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids if self._draft_token_ids is None else self._draft_token_ids[ids]
+
+    def _over_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
+        """Spread logits over the target's vocabulary; ids outside a reduced draft vocabulary get probability 0."""
+        vocab_size = self.draft.config.vocab_size
+        if logits.shape[-1] == vocab_size:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+        full[..., self._draft_token_ids] = logits
+        return full
+
+    def observe(self, record: RoundRecord) -> None:
+        """Let the criterion learn from a finished round.
+
+        Args:
+            record (`RoundRecord`): The round.
+        """
+        if self.criterion is not None:
+            self.criterion.observe(record)
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,
+        model_kwargs: dict[str, Any],
+        model_outputs: Any,
+        is_first_iteration: bool,
+        n_last_matches: int,
+        **_: Any,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """transformers' protocol: the text with drafts appended, and the drafts' logits.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, s)`): Text so far.
+            model_kwargs (`dict[str, Any]`): The loop's keyword arguments for the target.
+            model_outputs (`ModelOutput`, *optional*): Outputs of the target's last forward; `None` at first.
+            is_first_iteration (`bool`): Whether the target has not run yet; nothing is drafted then.
+            n_last_matches (`int`): Drafts accepted in the last round.
+
+        Returns:
+            `tuple`: ids of shape `(1, s + k)` and logits of shape `(1, k, V)`, or `None` when greedy.
+        """
+        if is_first_iteration:
+            return input_ids, None
+        hidden_states = model_outputs.hidden_states
+        num_tokens = int(n_last_matches) + 1
+        if not self._saw_prompt:
+            num_tokens = next(states.shape[1] for states in hidden_states if states is not None)
+        self.add_context(hidden_states, num_tokens, model_kwargs)
+        proposal = self.propose(input_ids)
+        logits = proposal.draft_logits if proposal.token_ids.shape[1] else None
+        return torch.cat([input_ids, proposal.token_ids], dim=1), logits
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int) -> None:
+        """transformers' protocol; the stock loop does not time its rounds, so nothing is learned from it.
+
+        Args:
+            input_ids (`torch.LongTensor`): Not read.
+            scores (`torch.FloatTensor`): Not read.
+            num_matches (`int`): Not read.
+        """

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What must hold of a draft after its weights were read: all of them, none extra, all finite."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+
+@contextlib.contextmanager
+def readable_errors(source: str) -> Iterator[None]:
+    """Turn the low-level errors of unreadable weight files into one that says what to do.
+
+    Args:
+        source (`str`): Where the weights come from.
+
+    Raises:
+        ValueError: In place of a `SafetensorError`.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        raise ValueError(
+            f"The weights of {source} are not a readable safetensors file ({error}). The file is truncated or corrupt: "
+            "download or copy it again."
+        ) from error
+
+
+def check_loaded(model: nn.Module, loading_info: dict[str, Any], source: str) -> None:
+    """Refuse a partly initialised draft.
+
+    Args:
+        model (`nn.Module`): The loaded draft.
+        loading_info (`dict[str, Any]`): Second value of `from_pretrained(output_loading_info=True)`.
+        source (`str`): Where the weights came from.
+
+    Raises:
+        ValueError: If a tensor is missing, unexpected, of another shape, or not finite; or an id of a reduced draft
+            vocabulary lies outside the target's.
+    """
+    for kind, meaning in (
+        ("missing_keys", "lacks tensors that its config asks for"),
+        ("unexpected_keys", "has tensors that its config does not account for"),
+        ("mismatched_keys", "has tensors of other shapes than its config says"),
+    ):
+        keys = sorted(str(key) for key in loading_info.get(kind) or ())
+        if keys:
+            shown = ", ".join(keys[:8]) + (f", ... ({len(keys)} in all)" if len(keys) > 8 else "")
+            raise ValueError(f"The checkpoint {source} {meaning}: {shown}. Config and weights must come from one draft.")
+    for name, tensor in model.named_parameters():
+        if tensor.device.type != "meta" and tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ValueError(f"The checkpoint {source} holds NaN or infinity in {name}. The draft is broken; train it again.")
+    ids = model.draft_token_ids()
+    if ids is not None and (ids.min() < 0 or ids.max() >= model.config.vocab_size or (ids[1:] <= ids[:-1]).any()):
+        raise ValueError(
+            f"The reduced vocabulary of {source} must map ascending draft ids into [0, {model.config.vocab_size}) (`d2t` as "
+            f"offsets), got target ids from {int(ids.min())} to {int(ids.max())}."
+        )

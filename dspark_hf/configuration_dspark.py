@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of a DSpark draft: geometry of the draft, what it reads from its target, which heads it has."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+
+MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class DSparkConfig(PreTrainedConfig):
+    """Configuration of a [`DSparkDraftModel`].
+
+    Widths, vocabulary and RoPE describe the draft; its hidden size and vocabulary are those of its target, whose
+    embedding and LM head it shares.
+
+    Args:
+        vocab_size (`int`, *optional*, defaults to 151936): Rows of the target's embedding.
+        hidden_size (`int`, *optional*, defaults to 2560): Width d of the draft and of the target.
+        intermediate_size (`int`, *optional*, defaults to 9728): Width of the MLPs.
+        num_hidden_layers (`int`, *optional*, defaults to 5): Draft layers.
+        num_attention_heads (`int`, *optional*, defaults to 32): Query heads.
+        num_key_value_heads (`int`, *optional*): Key and value heads; `None` means as many as query heads.
+        head_dim (`int`, *optional*): Width of a head; `None` means `hidden_size // num_attention_heads`.
+        hidden_act (`str`, *optional*, defaults to `"silu"`): Activation of the MLPs.
+        max_position_embeddings (`int`, *optional*, defaults to 40960): Longest position, in tokens.
+        initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of fresh weights.
+        rms_norm_eps (`float`, *optional*, defaults to 1e-6): Epsilon of the RMS norms.
+        rope_parameters (`dict`, *optional*): RoPE in transformers' schema (`rope_theta`, `rope_type`, ...).
+        attention_bias (`bool`, *optional*, defaults to `False`): Biases in the attention projections.
+        attention_dropout (`float`, *optional*, defaults to 0.0): Dropout of attention weights in training.
+        layer_types (`list[str]`, *optional*):
+            `"full_attention"` or `"sliding_attention"` per draft layer; `None` means all full.
+        sliding_window (`int`, *optional*): Context tokens, counted from the anchor, that sliding layers see.
+        sliding_window_non_causal (`bool`, *optional*, defaults to `False`):
+            Whether the slots of a block see each other in both directions in sliding layers too. Full layers always do.
+        block_size (`int`, *optional*, defaults to 7): Tokens of the parallel pass: the anchor and its masks (g).
+        mask_token_id (`int`): Row of the target's embedding that stands for "to be drafted".
+        target_layer_ids (`list[int]`):
+            Target layers whose outputs are read, 0-based, in concatenation order: id l is `hidden_states[l + 1]`, -1 is
+            the embedding output. The target's last layer is not allowed (transformers returns it after the final norm).
+        num_target_layers (`int`, *optional*): Depth of the target, to check the ids early.
+        sample_from_anchor (`bool`, *optional*, defaults to `True`):
+            Slot convention. `True`: slot k predicts position anchor + 1 + k, `block_size` drafts. `False` (the original
+            DFlash): slot 0 repeats the anchor and is dropped, slot k predicts anchor + k, `block_size - 1` drafts.
+        markov_rank (`int`, *optional*, defaults to 256): Rank r of the sequential head; 0 for none (DFlash).
+        markov_head_type (`str`, *optional*, defaults to `"vanilla"`): `"vanilla"` (Eq 5), `"gated"` or `"rnn"` (Eq 6).
+        enable_confidence_head (`bool`, *optional*, defaults to `True`): Whether there is a confidence head (Eq 7).
+        confidence_head_with_markov (`bool`, *optional*, defaults to `True`):
+            Whether the confidence head also reads the sequential head's embedding of the previous token.
+        draft_vocab_size (`int`, *optional*):
+            Size of a reduced draft vocabulary. The draft then has an LM head of its own with that many rows, and a map
+            `d2t` from draft ids to target ids, stored as offsets. `None`: the target's whole LM head is used.
+        target_name_or_path (`str`, *optional*): The target the draft was trained for, for messages.
+
+    Raises:
+        ValueError: On any contradiction above, with the field, the value received and the remedy.
+
+    Example:
+        >>> DSparkConfig(mask_token_id=4, target_layer_ids=[1, 9, 17], block_size=5).num_draft_slots
+        5
+    """
+
+    model_type = "dspark_draft"
+
+    vocab_size: int = 151936
+    hidden_size: int = 2560
+    intermediate_size: int = 9728
+    num_hidden_layers: int = 5
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 40960
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    layer_types: list[str] | None = None
+    sliding_window: int | None = None
+    sliding_window_non_causal: bool = False
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    block_size: int = 7
+    mask_token_id: int | None = None
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+    sample_from_anchor: bool = True
+    markov_rank: int = 256
+    markov_head_type: str = "vanilla"
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    draft_vocab_size: int | None = None
+    target_name_or_path: str | None = None
+
+    def __post_init__(self, **kwargs):
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None and self.num_attention_heads:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_types is None:
+            self.layer_types = ["full_attention"] * self.num_hidden_layers
+        if self.draft_vocab_size == self.vocab_size:
+            self.draft_vocab_size = None  # the whole vocabulary: the target's own LM head serves
+        super().__post_init__(**kwargs)
+        # transformers builds a config without arguments to find what differs from the defaults, so the two fields that
+        # have no sound default are checked by the model (`require_target_fields`), everything else here.
+        _check_geometry(self)
+        _check_heads(self)
+        if self.target_layer_ids is not None:
+            _check_target_layer_ids(self)
+        if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"`mask_token_id` must be a row of the target's embedding, in [0, {self.vocab_size}), got "
+                f"{self.mask_token_id}. Use a reserved id that the tokenizer never produces; do not add a new row."
+            )
+
+    @property
+    def num_draft_slots(self) -> int:
+        """`int`: Drafts that one block proposes: `block_size`, or one less where slot 0 repeats the anchor."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    def require_target_fields(self) -> None:
+        """Check the two fields that say what the draft reads from its target and that cannot be guessed.
+
+        Raises:
+            ValueError: If `mask_token_id` or `target_layer_ids` is missing.
+        """
+        for name, why in (
+            ("mask_token_id", "the embedding row that stands for 'to be drafted'"),
+            ("target_layer_ids", "the target layers whose hidden states the draft reads"),
+        ):
+            if getattr(self, name) is None:
+                raise ValueError(
+                    f"`{name}` must be set, got None: {why}. No formula recovers it, and a wrong guess silently drops "
+                    "the accepted length to 1. Set it in the draft's config.json to the value the draft was trained with."
+                )
+
+
+def _check_geometry(config: DSparkConfig) -> None:
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ):
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"`{name}` must be an integer >= 1, got {value!r}. Set it in the draft's config.json.")
+    smallest_block = 1 if config.sample_from_anchor else 2
+    if not isinstance(config.block_size, int) or config.block_size < smallest_block:
+        raise ValueError(
+            f"`block_size` must be >= {smallest_block} with `sample_from_anchor={config.sample_from_anchor}`, got "
+            f"{config.block_size!r}. Set it in the draft's config.json to the block the draft was trained with."
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"`num_attention_heads` must be a multiple of `num_key_value_heads`, got {config.num_attention_heads} and "
+            f"{config.num_key_value_heads}."
+        )
+    if len(config.layer_types) != config.num_hidden_layers or set(config.layer_types) - set(LAYER_TYPES):
+        raise ValueError(
+            f"`layer_types` must hold one of {LAYER_TYPES} for each of the {config.num_hidden_layers} layers, got "
+            f"{config.layer_types}."
+        )
+    if "sliding_attention" in config.layer_types and not (config.sliding_window and config.sliding_window > 0):
+        raise ValueError(
+            f"`sliding_window` must be >= 1 when `layer_types` has sliding layers, got {config.sliding_window}."
+        )
+
+
+def _check_heads(config: DSparkConfig) -> None:
+    if not isinstance(config.markov_rank, int) or config.markov_rank < 0:
+        raise ValueError(f"`markov_rank` must be >= 0 (0: no sequential head), got {config.markov_rank!r}.")
+    if config.markov_rank and config.markov_head_type not in MARKOV_HEAD_TYPES:
+        raise ValueError(f"`markov_head_type` must be one of {MARKOV_HEAD_TYPES}, got {config.markov_head_type!r}.")
+    if config.enable_confidence_head and config.confidence_head_with_markov and config.markov_rank == 0:
+        raise ValueError(
+            "`confidence_head_with_markov=True` needs the sequential head's token embedding, but `markov_rank` is 0. Set "
+            "`confidence_head_with_markov=False`, or a `markov_rank` >= 1."
+        )
+    if config.draft_vocab_size is not None and not 1 <= config.draft_vocab_size < config.vocab_size:
+        raise ValueError(
+            f"`draft_vocab_size` must lie in [1, vocab_size={config.vocab_size}], got {config.draft_vocab_size}."
+        )
+
+
+def _check_target_layer_ids(config: DSparkConfig) -> None:
+    ids = config.target_layer_ids
+    if not isinstance(ids, (list, tuple)) or not ids or not all(isinstance(i, int) for i in ids):
+        raise ValueError(f"`target_layer_ids` must be a non-empty list of integers, got {ids!r}.")
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"`target_layer_ids` must not repeat a layer, got {ids}.")
+    if min(ids) < -1:
+        raise ValueError(f"`target_layer_ids` must be >= -1 (-1: the embedding output), got {ids}.")
+    if config.num_target_layers is not None and max(ids) >= config.num_target_layers - 1:
+        raise ValueError(
+            f"`target_layer_ids` must lie below the target's last layer {config.num_target_layers - 1}, got {ids}: "
+            "transformers returns the last layer's output after the final norm, which no draft was trained on."
+        )

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam into transformers: `generate(assistant_model=draft)` reaches our loop, everything else stays as it was.
+
+Three methods of `GenerationMixin` are wrapped. Each wrapper looks at the type of the assistant and hands every call
+without a DSpark draft to the original, untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from transformers import AutoConfig, AutoModel, GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMixin, GenerationMode
+from transformers.utils import logging
+
+from .candidate_generator import DSparkCandidateGenerator
+from .configuration_dspark import DSparkConfig
+from .decoding import decode
+from .modeling_dspark import DSparkDraftModel
+from .stopping_criteria import resolve_options
+
+
+logger = logging.get_logger("transformers.dspark_hf.integration")
+
+_originals: dict[str, Callable] = {}
+
+
+def enable() -> None:
+    """Let `generate` accept DSpark drafts as `assistant_model`. `import dspark_hf` does it; calling again does nothing."""
+    if _originals:
+        return
+    for name, wrap in _WRAPPERS.items():
+        original = getattr(GenerationMixin, name)
+        _originals[name] = original
+        setattr(GenerationMixin, name, functools.wraps(original)(wrap(original)))
+
+
+def disable() -> None:
+    """Give `GenerationMixin` its own methods back. DSpark drafts are then no valid `assistant_model`."""
+    for name, original in _originals.items():
+        setattr(GenerationMixin, name, original)
+    _originals.clear()
+
+
+def is_enabled() -> bool:
+    """Whether `generate` accepts DSpark drafts.
+
+    Returns:
+        `bool`
+    """
+    return bool(_originals)
+
+
+def register_auto_classes() -> None:
+    """Let `AutoConfig` and `AutoModel` load drafts saved by this package; does nothing where the type is taken."""
+    try:
+        AutoConfig.register(DSparkConfig.model_type, DSparkConfig)
+        AutoModel.register(DSparkConfig, DSparkDraftModel)
+    except ValueError:
+        logger.warning_once(
+            f"transformers already knows a model type {DSparkConfig.model_type!r}; the Auto classes keep loading that one. "
+            "Use DSparkDraftModel.from_pretrained for drafts of this package."
+        )
+
+
+def check_call(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    generation_mode: GenerationMode,
+    generation_config: GenerationConfig,
+    mode_kwargs: dict[str, Any],
+) -> None:
+    """Refuse what DSpark does not support, before anything is generated.
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+        draft (`DSparkDraftModel`): Its draft.
+        generation_mode (`GenerationMode`): What transformers made of the call.
+        generation_config (`GenerationConfig`): The call's merged config.
+        mode_kwargs (`dict[str, Any]`): `assistant_tokenizer`, `synced_gpus` and the like.
+
+    Raises:
+        NotImplementedError: For a known limit.
+        ValueError: For a contradiction, or a target and draft that do not fit.
+    """
+    others = {
+        "prompt_lookup_num_tokens": generation_config.prompt_lookup_num_tokens,
+        "assistant_early_exit": generation_config.assistant_early_exit,
+        "use_mtp": getattr(generation_config, "use_mtp", None),
+        "speculation_type": getattr(generation_config, "speculation_type", None),
+    }
+    for name, value in others.items():
+        if value:
+            raise ValueError(
+                f"A DSpark draft and `{name}` are two ways to draft, got both (`{name}`={value!r}). Unset `{name}`, or leave "
+                "`assistant_model` away."
+            )
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"A DSpark draft works with greedy decoding and sampling, got generation mode {generation_mode.value!r} "
+            f"(`num_beams`={generation_config.num_beams}). Use `num_beams=1`, or leave `assistant_model` away."
+        )
+    if generation_config.num_return_sequences > 1:
+        raise NotImplementedError(
+            "DSpark generates one row at a time for now, got `num_return_sequences`="
+            f"{generation_config.num_return_sequences}. Call `generate` once per sequence."
+        )
+    if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
+        raise ValueError(
+            "`assistant_ensemble_weight` changes the text on purpose, and DSpark is lossless, got "
+            f"{generation_config.assistant_ensemble_weight}. Unset it."
+        )
+    if mode_kwargs.get("assistant_tokenizer") is not None:
+        raise ValueError("A DSpark draft shares its target's vocabulary. Do not pass `assistant_tokenizer`.")
+    if mode_kwargs.get("synced_gpus"):
+        raise NotImplementedError(
+            "DSpark does not run under ZeRO-3 or FSDP sharded generation (`synced_gpus=True`). Gather the target, or split "
+            "it with `device_map`."
+        )
+    if generation_config.use_cache is False:
+        raise ValueError("DSpark needs a cache, got `use_cache=False`. Leave `use_cache` at its default.")
+    draft.bind_target(target)
+    resolve_options(draft.config, draft.generation_config, generation_config)
+
+
+def _wrap_validation(original: Callable) -> Callable:
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        draft = generation_mode_kwargs.get("assistant_model")
+        if isinstance(draft, DSparkDraftModel):
+            check_call(self, draft, generation_mode, generation_config, generation_mode_kwargs)
+            # What is left to check does not concern the assistant, whose vocabulary the original would compare.
+            rest = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
+            return original(self, generation_mode, generation_config, rest)
+        return original(self, generation_mode, generation_config, generation_mode_kwargs)
+
+    return _validate_generation_mode
+
+
+def _wrap_loop(original: Callable) -> Callable:
+    # `functools.wraps` keeps the signature that `generate` inspects.
+    def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        if not isinstance(kwargs.get("assistant_model"), DSparkDraftModel):
+            return original(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+        for name in ("synced_gpus", "inputs_tensor", "assistant_tokenizer", "tokenizer"):
+            kwargs.pop(name, None)  # of use to other assistants only
+        return decode(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+
+    return _assisted_decoding
+
+
+def _wrap_generator(original: Callable) -> Callable:
+    def _get_candidate_generator(self, *args, **kwargs):
+        draft = kwargs.get("assistant_model")
+        if not isinstance(draft, DSparkDraftModel):
+            return original(self, *args, **kwargs)
+        return DSparkCandidateGenerator(self, draft, kwargs["generation_config"], kwargs.get("logits_processor"))
+
+    return _get_candidate_generator
+
+
+_WRAPPERS = {
+    "_validate_generation_mode": _wrap_validation,
+    "_assisted_decoding": _wrap_loop,
+    "_get_candidate_generator": _wrap_generator,
+}

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of decoding rounds and the figures computed from them. Never sees a model; imports the standard library only.
+
+Every mean pools over rounds ((sum, count) pairs), never over per-prompt means. Slots are 0-based.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One decoding round: drafting, one verification pass of the target, commitment.
+
+    Args:
+        anchor_id (`int`): Last committed token before the round.
+        token_ids (`tuple[int, ...]`): Drafts sent to verification.
+        confidence (`tuple[float, ...]`):
+            c_k of every slot that was drafted, the ones cut before verification included; in [0, 1]; empty without a
+            confidence head.
+        num_accepted (`int`): Leading drafts that the target accepted.
+        bonus_token (`int`): The token the target added after them (it is drawn even where the text ended before it).
+        num_committed (`int`): Tokens appended to the text: `num_accepted + 1`, or fewer where generation ended.
+        draft_s (`float`): Seconds spent drafting.
+        verify_s (`float`): Seconds of the target's forward pass.
+        round_s (`float`): Seconds of the whole round.
+    """
+
+    anchor_id: int
+    token_ids: tuple[int, ...]
+    confidence: tuple[float, ...]
+    num_accepted: int
+    bonus_token: int
+    num_committed: int
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    round_s: float = 0.0
+
+    @property
+    def verify_length(self) -> int:
+        """`int`: Drafts sent to verification (l_r)."""
+        return len(self.token_ids)
+
+    @property
+    def accepted_length(self) -> int:
+        """`int`: Tokens of the round, bonus token included (tau)."""
+        return self.num_accepted + 1
+
+    @property
+    def truncated(self) -> bool:
+        """`bool`: Whether generation ended inside the round (EOS, length, stop string), so that tokens were dropped."""
+        return self.num_committed < self.accepted_length
+
+
+@dataclass
+class AcceptanceStats:
+    """Pooled figures over rounds, of one `generate` call or of many.
+
+    The prefill, which yields the first token without drafts, is no round.
+
+    Args:
+        rounds (`list[RoundRecord]`, *optional*): The rounds, in order.
+
+    Example:
+        >>> stats = AcceptanceStats([RoundRecord(1, (5, 6), (0.9, 0.8), 1, 7, 2), RoundRecord(7, (), (), 0, 4, 1)])
+        >>> stats.accepted_length, stats.acceptance_rate, stats.conditional_acceptance
+        (1.5, 0.5, [1.0, 0.0])
+    """
+
+    rounds: list[RoundRecord] = field(default_factory=list)
+
+    def add(self, record: RoundRecord) -> None:
+        """Append one round.
+
+        Args:
+            record (`RoundRecord`): The finished round.
+        """
+        self.rounds.append(record)
+
+    @property
+    def num_rounds(self) -> int:
+        """`int`: Rounds recorded."""
+        return len(self.rounds)
+
+    @property
+    def num_committed(self) -> int:
+        """`int`: Tokens appended to the text by these rounds."""
+        return sum(record.num_committed for record in self.rounds)
+
+    @property
+    def num_drafted(self) -> int:
+        """`int`: Drafts sent to verification."""
+        return sum(record.verify_length for record in self.rounds)
+
+    @property
+    def num_verified(self) -> int:
+        """`int`: Tokens that the target's forward passes carried: drafts plus one anchor per round."""
+        return self.num_drafted + self.num_rounds
+
+    @property
+    def accepted_length(self) -> float:
+        """`float`: tau, tokens committed per round, bonus token included (paper, footnote 3); NaN without rounds."""
+        return self.num_committed / self.num_rounds if self.rounds else float("nan")
+
+    @property
+    def acceptance_rate(self) -> float:
+        """`float`: Accepted drafts over drafts sent to verification, in [0, 1]; NaN if nothing was drafted."""
+        accepted = sum(record.num_accepted for record in self.rounds)
+        return accepted / self.num_drafted if self.num_drafted else float("nan")
+
+    @property
+    def conditional_acceptance(self) -> list[float]:
+        """`list[float]`: P(slot k accepted given all before it were), over the rounds that sent slot k; NaN if none."""
+        longest = max((record.verify_length for record in self.rounds), default=0)
+        rates = []
+        for slot in range(longest):
+            reached = [r for r in self.rounds if r.verify_length > slot and r.num_accepted >= slot]
+            accepted = sum(r.num_accepted > slot for r in reached)
+            rates.append(accepted / len(reached) if reached else float("nan"))
+        return rates
+
+    @property
+    def draft_s(self) -> float:
+        """`float`: Seconds spent drafting."""
+        return sum(record.draft_s for record in self.rounds)
+
+    @property
+    def verify_s(self) -> float:
+        """`float`: Seconds of the target's forward passes."""
+        return sum(record.verify_s for record in self.rounds)
+
+    @property
+    def round_s(self) -> float:
+        """`float`: Seconds of all rounds."""
+        return sum(record.round_s for record in self.rounds)
+
+    @property
+    def loop_efficiency(self) -> float:
+        """`float`: (drafting + target forward) / round seconds, in [0, 1]; NaN without timed rounds."""
+        return (self.draft_s + self.verify_s) / self.round_s if self.round_s > 0 else float("nan")
+
+
+_COLLECTORS: contextvars.ContextVar[tuple[AcceptanceStats, ...]] = contextvars.ContextVar("collectors", default=())
+
+
+@contextlib.contextmanager
+def collect_rounds() -> Iterator[AcceptanceStats]:
+    """Collect the rounds of every DSpark `generate` call made inside the `with` block, by this thread or task.
+
+    Returns:
+        Context manager yielding [`AcceptanceStats`], which grows while the calls run.
+
+    Example:
+        >>> with collect_rounds() as stats:  # doctest: +SKIP
+        ...     target.generate(**inputs, assistant_model=draft)
+        >>> stats.accepted_length  # doctest: +SKIP
+        2.9
+    """
+    stats = AcceptanceStats()
+    token = _COLLECTORS.set((*_COLLECTORS.get(), stats))
+    try:
+        yield stats
+    finally:
+        _COLLECTORS.reset(token)
+
+
+def active_collectors() -> tuple[AcceptanceStats, ...]:
+    """The collectors of the `with collect_rounds()` blocks around the caller.
+
+    Returns:
+        `tuple[AcceptanceStats, ...]`, outermost first.
+    """
+    return _COLLECTORS.get()

@@ -1,0 +1,389 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parallel stage of a DSpark draft: a small transformer over one block, reading the target's hidden states.
+
+Legend: b batch, c context tokens, q block tokens (g, or n * g in training), g block_size, d hidden, m captured target
+layers, V target vocabulary, D draft vocabulary (= V unless reduced).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+
+from . import checkpoints
+from .checkpoints.loading import check_loaded, readable_errors
+from .configuration_dspark import DSparkConfig
+from .draft_cache import DraftCache
+from .heads import ConfidenceHead, build_sequential_head
+from .pairing import TargetBinding, bind
+
+
+def eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention as two grouped matmuls, in transformers' attention interface; key-value heads are not repeated.
+
+    Args:
+        module (`nn.Module`): The attention layer; `training` is read.
+        query (`torch.Tensor` of shape `(b, heads, q, e)`): Queries.
+        key (`torch.Tensor` of shape `(b, kv_heads, k, e)`): Keys.
+        value (`torch.Tensor` of shape `(b, kv_heads, k, e)`): Values.
+        attention_mask (`torch.BoolTensor`, *optional*): Broadcastable to `(b, 1, q, k)`, True = visible.
+        scaling (`float`): Factor on the scores.
+        dropout (`float`, *optional*, defaults to 0.0): Dropout of the weights.
+
+    Returns:
+        `tuple`: outputs `(b, q, heads, e)` and weights `(b, kv_heads, heads / kv_heads, q, k)`.
+    """
+    b, heads, q, e = query.shape
+    grouped = query.reshape(b, key.shape[1], heads // key.shape[1], q, e)
+    scores = torch.matmul(grouped * scaling, key.unsqueeze(2).transpose(-1, -2))
+    if attention_mask is not None:
+        scores = scores.masked_fill(~attention_mask.unsqueeze(1), torch.finfo(scores.dtype).min)
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    outputs = torch.matmul(weights, value.unsqueeze(2)).reshape(b, heads, q, e)
+    return outputs.transpose(1, 2), weights
+
+
+class DSparkAttention(nn.Module):
+    """Attention with KV injection (paper Eq 3): keys and values of context and block, queries of the block alone.
+
+    Args:
+        config (`DSparkConfig`): The draft's configuration.
+        layer_idx (`int`): Draft layer.
+    """
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.is_causal = False
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+
+        q_width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache: DraftCache | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(b, q, d)`): Normed block states.
+            context (`torch.Tensor` of shape `(b, c, d)`): Projected context (Eq 2), not normed again.
+            position_embeddings (`tuple`): cos and sin, each `(b, c + q, e)`.
+            attention_mask (`torch.BoolTensor`, *optional*): `(b or 1, 1, q, keys)`, True = visible; `None`: the mask of
+                decoding, where every slot sees the whole context (or the window before the anchor) and the whole block.
+            cache (`DraftCache`, *optional*): Earlier context.
+
+        Returns:
+            `torch.Tensor` of shape `(b, q, d)`.
+        """
+        b, q, _ = hidden_states.shape
+        inputs = torch.cat([context, hidden_states], dim=1)  # [b, c + q, d]
+        shape = (b, -1, self.config.num_key_value_heads, self.head_dim)
+        queries = self.q_norm(self.q_proj(hidden_states).view(b, q, -1, self.head_dim)).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(inputs).view(shape)).transpose(1, 2)
+        values = self.v_proj(inputs).view(shape).transpose(1, 2)
+        queries, keys = apply_rope(queries, keys, *position_embeddings)
+        if cache is not None:
+            keys, values = cache.write(self.layer_idx, keys, values)
+        if attention_mask is None and self.sliding_window is not None:
+            # The window is counted from the anchor and does not move with the slot.
+            keys, values = keys[:, :, -(self.sliding_window + q) :], values[:, :, -(self.sliding_window + q) :]
+            attention_mask = self._causal_block_mask(q, keys)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        outputs, _ = attention(
+            self, queries, keys, values, attention_mask, scaling=self.scaling, dropout=dropout, is_causal=False
+        )
+        return self.o_proj(outputs.reshape(b, q, -1))
+
+    def _causal_block_mask(self, q: int, keys: torch.Tensor) -> torch.Tensor | None:
+        """Sliding layers are causal inside the block unless the config says otherwise."""
+        if self.config.sliding_window_non_causal:
+            return None
+        num_keys = keys.shape[2]
+        mask = torch.ones(q, num_keys, dtype=torch.bool, device=keys.device)
+        return mask.tril(diagonal=num_keys - q)[None, None]
+
+
+def apply_rope(
+    queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys; the queries are the last ones of the positions.
+
+    Args:
+        queries (`torch.Tensor` of shape `(b, heads, q, e)`): Queries.
+        keys (`torch.Tensor` of shape `(b, kv_heads, c + q, e)`): Keys.
+        cos (`torch.Tensor` of shape `(b, c + q, e)`): Cosines.
+        sin (`torch.Tensor` of shape `(b, c + q, e)`): Sines.
+
+    Returns:
+        `tuple`: rotated queries and keys.
+    """
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    q = queries.shape[2]
+    queries = queries * cos[:, :, -q:] + rotate_half(queries) * sin[:, :, -q:]
+    return queries, keys * cos + rotate_half(keys) * sin
+
+
+class DSparkMLP(nn.Module):
+    """Gated MLP.
+
+    Args:
+        config (`DSparkConfig`): The draft's configuration.
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Map `(b, q, d)` to `(b, q, d)`.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(b, q, d)`): Normed states.
+
+        Returns:
+            `torch.Tensor` of shape `(b, q, d)`.
+        """
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class DSparkDecoderLayer(GradientCheckpointingLayer):
+    """One draft layer: attention with KV injection, then the MLP, both pre-norm with residuals.
+
+    Args:
+        config (`DSparkConfig`): The draft's configuration.
+        layer_idx (`int`): Draft layer.
+    """
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DSparkAttention(config, layer_idx)
+        self.mlp = DSparkMLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache: DraftCache | None = None,
+    ) -> torch.Tensor:
+        """See [`DSparkAttention.forward`]; `hidden_states` are not yet normed."""
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(normed, context, position_embeddings, attention_mask, cache)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DSparkPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialising of DSpark drafts."""
+
+    config_class = DSparkConfig
+    base_model_prefix = ""
+    main_input_name = "noise_embeds"
+    input_modalities = ("text",)
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DSparkDecoderLayer"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    # Frozen copies of the target's tensors that published drafts carry; the target's own are used.
+    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\.", r"^verifier_", r"^t2d$"]
+
+
+class DSparkDraftModel(DSparkPreTrainedModel):
+    """A DSpark draft: context projection, parallel backbone, sequential head and confidence head.
+
+    It cannot run alone: the embedding and, unless the draft vocabulary is reduced, the LM head are its target's.
+
+    Args:
+        config (`DSparkConfig`): The draft's configuration; `mask_token_id` and `target_layer_ids` must be set.
+
+    Raises:
+        ValueError: If the config lacks a field that cannot be guessed.
+
+    Example:
+        >>> draft = DSparkDraftModel.from_pretrained("deepseek-ai/dspark_qwen3_4b_block7")  # doctest: +SKIP
+        >>> target.generate(**inputs, assistant_model=draft)  # doctest: +SKIP
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        config.require_target_fields()
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.markov_head = build_sequential_head(config)
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.lm_head = None
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        # `None` fields mean "nobody chose": transformers' merged defaults never reach this object.
+        self.generation_config = GenerationConfig()
+        self.post_init()
+
+    def get_input_embeddings(self) -> None:
+        """The draft owns no embedding: it is the target's."""
+        return None
+
+    def bind_target(self, target: PreTrainedModel) -> TargetBinding:
+        """Check that this draft fits `target`, and bind the modules they share. Stores nothing on either.
+
+        Args:
+            target (`PreTrainedModel`): The model to speed up.
+
+        Returns:
+            [`TargetBinding`]
+
+        Raises:
+            NotImplementedError: If the target is no decoder-only language model.
+            ValueError: If the two do not fit (hidden size, vocabulary, layers, mask token).
+        """
+        return bind(target, self.config)
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: dict[str, torch.Tensor] | None = None,
+        cache: DraftCache | None = None,
+    ) -> BaseModelOutput:
+        """Run the parallel stage on one block (or, in training, on all blocks of a sequence at once).
+
+        Args:
+            noise_embeds (`torch.Tensor` of shape `(b, q, d)`): Target embeddings of the anchor and its masks.
+            context_hidden_states (`torch.Tensor` of shape `(b, c, m * d)`):
+                Target hidden states of the context that `cache` does not hold yet, concatenated in the order of
+                `target_layer_ids`, strictly before the anchor; c may be 0.
+            position_ids (`torch.LongTensor` of shape `(b, c + q)`): Positions of the context, then of the block.
+            attention_mask (`dict[str, torch.BoolTensor]`, *optional*):
+                Per layer type, `(b or 1, 1, q, c + q)`, True = visible. `None`: the mask of decoding one block.
+            cache (`DraftCache`, *optional*): Context of earlier rounds; takes this context in.
+
+        Returns:
+            `BaseModelOutput` with `last_hidden_state` of shape `(b, q, d)`, after the final norm (h_k).
+        """
+        context = self.hidden_norm(self.fc(context_hidden_states))  # Eq 2: [b, c, d]
+        position_embeddings = self.rotary_emb(noise_embeds, position_ids)
+        hidden_states = noise_embeds
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+            mask = attention_mask[layer_type] if attention_mask is not None else None
+            hidden_states = layer(hidden_states, context, position_embeddings, mask, cache)
+        if cache is not None:
+            cache.commit(context.shape[1])
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+    def base_logits(self, hidden: torch.Tensor, binding: TargetBinding) -> torch.Tensor:
+        """U_k: logits before the transition bias, over the draft vocabulary.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(..., d)`): Slots after the final norm.
+            binding (`TargetBinding`): From [`bind_target`].
+
+        Returns:
+            `torch.Tensor` of shape `(..., D)`.
+        """
+        if self.lm_head is None:
+            return binding.logits(hidden)
+        return binding.scale(self.lm_head(hidden))
+
+    def draft_token_ids(self) -> torch.Tensor | None:
+        """Target ids of a reduced draft vocabulary.
+
+        Returns:
+            `torch.LongTensor` of shape `(D,)`, or `None` where the draft vocabulary is the target's.
+        """
+        if self.lm_head is None:
+            return None
+        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike, *model_args: Any, config: Any = None, **kwargs: Any
+    ) -> DSparkDraftModel:
+        """Load a draft, from the Hub or a folder: our own layout, DeepSpec's, or speculators'.
+
+        Arguments are those of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...).
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): Hub id or folder.
+            config (`DSparkConfig`, *optional*): Overrides the configuration in the checkpoint.
+
+        Returns:
+            [`DSparkDraftModel`], in eval mode, with every tensor loaded.
+
+        Raises:
+            ValueError: If the folder holds no draft, or its weights are unreadable, incomplete or do not fit the config.
+            NotImplementedError: If the format is known but cannot be used here; the message says what serves it.
+        """
+        source = str(pretrained_model_name_or_path)
+        if not isinstance(config, DSparkConfig):
+            config = checkpoints.read_config(pretrained_model_name_or_path, kwargs)
+        return_info = kwargs.pop("output_loading_info", False)
+        kwargs.setdefault("use_safetensors", True)  # no pickle
+        with readable_errors(source):
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *model_args, config=config, output_loading_info=True, **kwargs
+            )
+        check_loaded(model, info, source)
+        model.generation_config = _read_generation_config(pretrained_model_name_or_path, kwargs)
+        return (model, info) if return_info else model
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        """Save weights, config and the generation knobs in our own layout. The target's tensors are not among them.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): Folder to write to; other arguments as in `PreTrainedModel`.
+        """
+        super().save_pretrained(save_directory, **kwargs)
+        if kwargs.get("is_main_process", True):
+            self.generation_config.save_pretrained(save_directory)
+
+
+def _read_generation_config(name_or_path: str | os.PathLike, load_arguments: dict[str, Any]) -> GenerationConfig:
+    """The generation knobs saved with a draft; published drafts have none, and none means unset."""
+    try:
+        return GenerationConfig.from_pretrained(name_or_path, **checkpoints.hub_arguments(load_arguments))
+    except OSError:
+        return GenerationConfig()

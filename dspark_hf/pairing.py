@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a draft needs of its target: checks that the two fit, and the target's embedding and LM head, shared.
+
+Nothing of the target is copied, and nothing is stored on the draft: a [`TargetBinding`] lives in the call that made it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .configuration_dspark import DSparkConfig
+
+
+@dataclass(frozen=True)
+class TargetBinding:
+    """The modules of a target that a draft calls, and how that target turns LM-head outputs into logits.
+
+    The modules are called, never read, so quantised, offloaded, tied and scaled ones work.
+
+    Args:
+        embed_tokens (`nn.Module`): The target's input embedding.
+        lm_head (`nn.Module`): The target's output embedding.
+        logit_scale (`float`, *optional*, defaults to 1.0): Factor on the logits (Cohere, Granite).
+        logit_softcap (`float`, *optional*): c in c * tanh(logits / c) (Gemma).
+    """
+
+    embed_tokens: nn.Module
+    lm_head: nn.Module
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits over the whole vocabulary, as the target computes them from its final hidden states.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(..., d)`): Hidden states after the final norm.
+
+        Returns:
+            `torch.Tensor` of shape `(..., V)`, on `hidden`'s device, in the LM head's dtype.
+        """
+        weight = getattr(self.lm_head, "weight", None)
+        inputs = hidden
+        if weight is not None and weight.is_floating_point():
+            inputs = inputs.to(weight.dtype)
+        if weight is not None and weight.device.type != "meta":  # on meta: offloaded, its hook moves the input
+            inputs = inputs.to(weight.device)
+        return self.scale(self.lm_head(inputs).to(hidden.device))
+
+    def scale(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply the target's logit scale and soft cap.
+
+        Args:
+            logits (`torch.Tensor` of shape `(..., V)`): Raw outputs of an LM head.
+
+        Returns:
+            `torch.Tensor` of the same shape.
+        """
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_softcap is not None:
+            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+        return logits
+
+
+def bind(target: PreTrainedModel, config: DSparkConfig) -> TargetBinding:
+    """Check that a draft of this configuration fits the target, and bind the shared modules.
+
+    Args:
+        target (`PreTrainedModel`): A decoder-only model with an LM head.
+        config (`DSparkConfig`): The draft's configuration.
+
+    Returns:
+        [`TargetBinding`]
+
+    Raises:
+        NotImplementedError: If the target is no decoder-only language model.
+        ValueError: If the two do not fit; the message names the field and both values.
+    """
+    config.require_target_fields()
+    name = type(target).__name__
+    if target.config.is_encoder_decoder:
+        raise NotImplementedError(
+            f"DSpark drafts need a decoder-only target, got the encoder-decoder model {name}. Use a plain assistant model."
+        )
+    if getattr(target, "_is_stateful", False):
+        raise NotImplementedError(
+            f"DSpark needs to take back rejected tokens, which the recurrent state of {name} does not allow. Use plain "
+            "generation for this target."
+        )
+    text_config = target.config.get_text_config(decoder=True)
+    _check_fit(config, text_config, name)
+    embed_tokens, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+    if embed_tokens is None or lm_head is None:
+        raise ValueError(f"The target must have an embedding and an LM head, but {name} lacks one. Load it as a ...ForCausalLM.")
+    num_rows = getattr(embed_tokens, "num_embeddings", config.vocab_size)
+    if config.mask_token_id >= num_rows:
+        raise ValueError(
+            f"`mask_token_id` must be a row of the target's embedding, which has {num_rows}, got {config.mask_token_id}. "
+            "The draft was made for another target, or for one with added tokens."
+        )
+    logit_scale = float(getattr(text_config, "logit_scale", None) or 1.0)
+    logit_scale /= float(getattr(text_config, "logits_scaling", None) or 1.0)
+    return TargetBinding(embed_tokens, lm_head, logit_scale, getattr(text_config, "final_logit_softcapping", None))
+
+
+def _check_fit(config: DSparkConfig, text_config, name: str) -> None:
+    for field in ("hidden_size", "vocab_size"):
+        ours, theirs = getattr(config, field), getattr(text_config, field)
+        if ours != theirs:
+            raise ValueError(
+                f"Target and draft must have the same `{field}`, got {theirs} in {name} and {ours} in the draft. The draft"
+                f"{' for ' + config.target_name_or_path if config.target_name_or_path else ''} belongs to another target."
+            )
+    last_layer = text_config.num_hidden_layers - 1
+    if max(config.target_layer_ids) >= last_layer:
+        raise ValueError(
+            f"`target_layer_ids` must lie below the target's last layer {last_layer}, got {config.target_layer_ids}: "
+            "transformers returns the last layer's output after the final norm. The draft belongs to another target."
+        )
+    if config.num_target_layers is not None and config.num_target_layers != text_config.num_hidden_layers:
+        raise ValueError(
+            f"The draft was made for a target of {config.num_target_layers} layers, got {text_config.num_hidden_layers} in "
+            f"{name}. The draft belongs to another target."
+        )

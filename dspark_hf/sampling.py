@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From logits to tokens, and the one rule that accepts or rejects drafts. Imports torch only.
+
+p is the target's distribution, q the draft's, both after every logits processor. Greedy decoding is the limit where
+p and q are one-hot; it never needs a softmax. Legend: R requests, k drafts sent to verification, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class VerificationResult:
+    """What one verification decided.
+
+    Args:
+        num_accepted (`torch.LongTensor` of shape `(R,)`): Accepted drafts per request, bonus token excluded.
+        bonus_token (`torch.LongTensor` of shape `(R,)`): The token that the target adds after the accepted drafts.
+    """
+
+    num_accepted: torch.Tensor
+    bonus_token: torch.Tensor
+
+
+def logits_to_probs(logits: torch.Tensor, do_sample: bool = True) -> torch.Tensor:
+    """The distribution that tokens are drawn from.
+
+    Args:
+        logits (`torch.Tensor` of shape `(..., V)`): Processed logits (temperature and the like already applied).
+        do_sample (`bool`, *optional*, defaults to `True`): `False` for greedy decoding, the limit T = 0.
+
+    Returns:
+        `torch.Tensor` of shape `(..., V)`, fp32: softmax, or one-hot at the argmax when greedy.
+    """
+    if do_sample:
+        return torch.softmax(logits, dim=-1, dtype=torch.float32)
+    one_hot = torch.zeros_like(logits, dtype=torch.float32)
+    return one_hot.scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+
+
+def select_token(logits: torch.Tensor, do_sample: bool) -> torch.Tensor:
+    """Draw one token per row.
+
+    Args:
+        logits (`torch.Tensor` of shape `(R, V)`): Processed logits, fp32 when sampling.
+        do_sample (`bool`): Multinomial draw, or argmax.
+
+    Returns:
+        `torch.LongTensor` of shape `(R,)`.
+    """
+    if not do_sample:
+        return logits.argmax(dim=-1)
+    return torch.multinomial(logits_to_probs(logits), num_samples=1).squeeze(-1)
+
+
+def accept_drafts(
+    draft_ids: torch.Tensor, target_logits: torch.Tensor, draft_logits: torch.Tensor | None, do_sample: bool
+) -> torch.Tensor:
+    """Judge each draft on its own, as if all before it were accepted (paper section 3; rejection sampling).
+
+    Sampling accepts x with probability min(1, p(x) / q(x)); greedy decoding accepts the argmax of the target.
+
+    Args:
+        draft_ids (`torch.LongTensor` of shape `(R, k)`): Drafts.
+        target_logits (`torch.Tensor` of shape `(R, k, V)`): Processed logits of the target at the drafts' positions.
+        draft_logits (`torch.Tensor` of shape `(R, k, V)`, *optional*):
+            Exactly the processed logits, fp32, that the drafts were sampled from. Not read when greedy.
+        do_sample (`bool`): Sampling or greedy decoding.
+
+    Returns:
+        `torch.BoolTensor` of shape `(R, k)`.
+
+    Raises:
+        ValueError: If `do_sample` and there are no `draft_logits`: without q no rule is lossless.
+    """
+    if not do_sample:
+        return target_logits.argmax(dim=-1) == draft_ids
+    if draft_logits is None:
+        raise ValueError("Sampled drafts need `draft_logits`, got None. Pass the logits the drafts were sampled from.")
+    index = draft_ids.unsqueeze(-1)
+    log_p = target_logits.gather(-1, index).squeeze(-1) - target_logits.logsumexp(dim=-1)
+    log_q = draft_logits.gather(-1, index).squeeze(-1) - draft_logits.logsumexp(dim=-1)
+    return torch.rand_like(log_p) < (log_p - log_q).exp()
+
+
+def select_bonus(target_logits: torch.Tensor, draft_logits: torch.Tensor | None, do_sample: bool) -> torch.Tensor:
+    """Draw the token after the accepted drafts: from norm(max(p - q, 0)) where a draft was rejected, else from p.
+
+    Args:
+        target_logits (`torch.Tensor` of shape `(R, V)`): Processed logits of the target after the accepted drafts.
+        draft_logits (`torch.Tensor` of shape `(R, V)`, *optional*):
+            Processed logits of the rejected draft's slot; `None` if every draft was accepted or decoding is greedy.
+        do_sample (`bool`): Sampling or greedy decoding.
+
+    Returns:
+        `torch.LongTensor` of shape `(R,)`.
+    """
+    if not do_sample or draft_logits is None:
+        return select_token(target_logits, do_sample)
+    target_probs = logits_to_probs(target_logits)
+    residual = (target_probs - logits_to_probs(draft_logits)).clamp_(min=0)
+    # p == q up to rounding: a rejection then has probability ~0, and p itself is the right limit.
+    residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, target_probs)
+    return torch.multinomial(residual, num_samples=1).squeeze(-1)
+
+
+def verify_block(
+    draft_ids: torch.Tensor, target_logits: torch.Tensor, draft_logits: torch.Tensor | None, do_sample: bool
+) -> VerificationResult:
+    """Accept the longest prefix of drafts and add the target's own token, for one request (paper section 3).
+
+    Args:
+        draft_ids (`torch.LongTensor` of shape `(1, k)`): Drafts, k >= 0.
+        target_logits (`torch.Tensor` of shape `(1, 1 + k, V)`):
+            Processed logits of the target: row i judges draft i, the last row follows all drafts.
+        draft_logits (`torch.Tensor` of shape `(1, k, V)`, *optional*): See [`accept_drafts`].
+        do_sample (`bool`): Sampling or greedy decoding.
+
+    Returns:
+        [`VerificationResult`]
+    """
+    num_drafts = draft_ids.shape[1]
+    if num_drafts == 0:
+        return VerificationResult(draft_ids.new_zeros(1), select_token(target_logits[:, 0], do_sample))
+    if not do_sample:
+        selected = target_logits.argmax(dim=-1)
+        num_accepted = (selected[:, :-1] == draft_ids).cumprod(dim=-1).sum(dim=-1)
+        return VerificationResult(num_accepted, selected.gather(1, num_accepted[:, None]).squeeze(1))
+    accepted = accept_drafts(draft_ids, target_logits[:, :-1], draft_logits, do_sample)
+    num_accepted = accepted.cumprod(dim=-1).sum(dim=-1)
+    count = int(num_accepted)
+    rejected_logits = draft_logits[:, count] if count < num_drafts else None
+    return VerificationResult(num_accepted, select_bonus(target_logits[:, count], rejected_logits, do_sample))
