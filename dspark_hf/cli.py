@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, `dspark-hf`: argument parsing and printing only."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+from . import __version__
+from .comparison import ComparisonSummary, PromptComparison, compare, encode_prompt, summarize
+from .default_pair import load_default_pair
+from .metrics import collect_rounds
+from .modeling_dspark import DSparkDraftModel
+from .prompts import BUILTIN_PROMPTS, Prompt, read_prompts
+
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="DSpark speculative decoding for Hugging Face transformers."
+)
+console = Console()
+errors = Console(stderr=True)
+
+Target = Annotated[str | None, typer.Option("--target", help="Target model: Hub id or folder. Default: the default pair.")]
+Draft = Annotated[str | None, typer.Option("--draft", help="Its DSpark draft: Hub id or folder.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="Weights of both models: bfloat16, float16 or float32.")]
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps, ... Default: cuda if there is one.")]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "--max_new_tokens", min=1, help="Longest answer, in tokens.")
+]
+NumAssistantTokens = Annotated[
+    int | None,
+    typer.Option("--num-assistant-tokens", "--num_assistant_tokens", help="Most drafts sent per round. Default: the block."),
+]
+Threshold = Annotated[
+    float | None,
+    typer.Option(
+        "--assistant-confidence-threshold",
+        "--assistant_confidence_threshold",
+        help="Cut a block at the first slot whose confidence is lower. Default: adaptive.",
+    ),
+]
+Schedule = Annotated[
+    str | None,
+    typer.Option(
+        "--num-assistant-tokens-schedule", "--num_assistant_tokens_schedule", help='"confidence" (default) or "constant".'
+    ),
+]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 decodes greedily.")]
+TopP = Annotated[float, typer.Option("--top-p", "--top_p", min=0.0, max=1.0, help="Nucleus, when sampling.")]
+Seed = Annotated[int, typer.Option("--seed", help="Random seed, when sampling.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")]
+
+
+@contextlib.contextmanager
+def _errors_in_words() -> Iterator[None]:
+    """Known errors end the command with their message and exit status 2, without a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, NotImplementedError, RuntimeError) as error:
+        errors.print(f"[bold red]Error:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def _load(target: str | None, draft: str | None, dtype: str, device: str | None) -> tuple:
+    transformers.logging.disable_progress_bar()
+    if (target is None) != (draft is None):
+        given, missing = ("--target", "--draft") if draft is None else ("--draft", "--target")
+        raise ValueError(f"A draft fits one target only: `{given}` needs `{missing}` as well.")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"`--dtype` must be bfloat16, float16 or float32, got {dtype!r}.")
+    torch_dtype = getattr(torch, dtype)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if target is None:
+        return load_default_pair(dtype=torch_dtype, device=device)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch_dtype).to(device).eval()
+    return model, DSparkDraftModel.from_pretrained(draft, dtype=torch_dtype).to(device).eval(), tokenizer
+
+
+def _set_knobs(draft: DSparkDraftModel, num_tokens: int | None, threshold: float | None, schedule: str | None) -> None:
+    draft.generation_config.num_assistant_tokens = num_tokens
+    draft.generation_config.assistant_confidence_threshold = threshold
+    draft.generation_config.num_assistant_tokens_schedule = schedule
+
+
+def _sampling_arguments(temperature: float, top_p: float) -> dict[str, Any]:
+    if temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+
+
+@app.command("compare")
+def compare_command(
+    text: Annotated[list[str] | None, typer.Argument(help="Prompts. Default: 12 built-in ones (math, code, chat).")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", help="File of prompts: .txt, .json or .jsonl (prompt, messages or turns).")
+    ] = None,
+    target: Target = None,
+    draft: Draft = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    max_new_tokens: MaxNewTokens = 96,
+    num_assistant_tokens: NumAssistantTokens = None,
+    assistant_confidence_threshold: Threshold = None,
+    num_assistant_tokens_schedule: Schedule = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    raw: Raw = False,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs per prompt; medians are reported.")] = 1,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Plain generation against DSpark: speed, accepted length, and whether the texts are the same."""
+    with _errors_in_words():
+        chosen = _choose_prompts(text, prompts)
+        status = errors if json_output else console
+        with status.status("Loading the models (the default target is fetched and converted once)..."):
+            model, draft_model, tokenizer = _load(target, draft, dtype, device)
+        _set_knobs(draft_model, num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
+        transformers.set_seed(seed)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=errors, transient=True) as progress:
+            task = progress.add_task("Generating with and without DSpark", total=2 * repeats * len(chosen))
+            results = compare(
+                model,
+                draft_model,
+                tokenizer,
+                chosen,
+                max_new_tokens=max_new_tokens,
+                repeats=repeats,
+                raw=raw,
+                generate_arguments=_sampling_arguments(temperature, top_p),
+                on_progress=lambda: progress.advance(task),
+            )
+    if json_output:
+        typer.echo(json.dumps(_as_json(results, dtype, str(model.device), temperature), indent=2))
+    else:
+        _print_comparison(results, dtype, temperature)
+
+
+@app.command()
+def generate(
+    text: Annotated[str, typer.Argument(help="The user's turn, or the text to continue with --raw.")],
+    target: Target = None,
+    draft: Draft = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    max_new_tokens: MaxNewTokens = 256,
+    num_assistant_tokens: NumAssistantTokens = None,
+    assistant_confidence_threshold: Threshold = None,
+    num_assistant_tokens_schedule: Schedule = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    raw: Raw = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Do not use the draft.")] = False,
+) -> None:
+    """Stream one answer to the terminal; the figures go to standard error."""
+    with _errors_in_words():
+        with errors.status("Loading the models..."):
+            model, draft_model, tokenizer = _load(target, draft, dtype, device)
+        _set_knobs(draft_model, num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
+        transformers.set_seed(seed)
+        inputs = {name: value.to(model.device) for name, value in encode_prompt(tokenizer, text, raw).items()}
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        assistant = {} if plain else {"assistant_model": draft_model}
+        with collect_rounds() as stats:
+            model.generate(
+                **inputs,
+                **assistant,
+                **_sampling_arguments(temperature, top_p),
+                max_new_tokens=max_new_tokens,
+                streamer=streamer,
+            )
+    if stats.num_rounds:
+        errors.print(
+            f"[dim]{stats.num_committed / stats.round_s:.1f} tokens/s after the prefill, accepted length "
+            f"{stats.accepted_length:.2f}, {stats.num_verified / stats.num_committed:.2f} tokens verified per token[/]",
+            highlight=False,
+        )
+
+
+@app.command()
+def env() -> None:
+    """Versions and devices, to paste into a bug report."""
+    typer.echo(f"dspark_hf: {__version__}")
+    typer.echo(f"transformers: {transformers.__version__}")
+    typer.echo(f"torch: {torch.__version__} ({torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'no'})")
+    typer.echo(f"python: {platform.python_version()}, {platform.platform()}")
+
+
+def _choose_prompts(text: list[str] | None, path: Path | None) -> list[Prompt]:
+    if text and path is not None:
+        raise ValueError("Prompts come from the command line or from `--prompts`, got both. Leave one away.")
+    if text:
+        return [Prompt("yours", prompt) for prompt in text]
+    return read_prompts(path) if path is not None else list(BUILTIN_PROMPTS)
+
+
+def _summaries(results: list[PromptComparison]) -> list[ComparisonSummary]:
+    domains = list(dict.fromkeys(result.prompt.domain for result in results))
+    pools = [summarize([r for r in results if r.prompt.domain == domain], domain) for domain in domains]
+    return pools if len(pools) == 1 else [*pools, summarize(results)]
+
+
+def _print_comparison(results: list[PromptComparison], dtype: str, temperature: float) -> None:
+    decoding = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
+    table = Table(title=f"Plain generation and DSpark, {dtype}, {decoding}")
+    table.add_column("prompts")
+    headings = ("plain tok/s", "DSpark tok/s", "speed-up", "accepted length", "drafts sent", "verified per token")
+    for heading in (*headings, "same text"):
+        table.add_column(heading, justify="right")
+    for pool in _summaries(results):
+        table.add_row(
+            f"{pool.name} ({pool.num_prompts})",
+            f"{pool.plain_tokens_per_s:.1f}",
+            f"{pool.dspark_tokens_per_s:.1f}",
+            f"{pool.speedup:.2f}x",
+            f"{pool.accepted_length:.2f}",
+            f"{pool.verify_length:.2f}",
+            f"{pool.verified_per_token:.2f}",
+            f"{pool.num_identical}/{pool.num_prompts}" if temperature == 0 else "-",
+            end_section=pool.name != "all",
+        )
+    console.print(table)
+    if temperature == 0:
+        _print_differences(results, dtype)
+
+
+def _print_differences(results: list[PromptComparison], dtype: str) -> None:
+    different = [result for result in results if not result.identical]
+    if not different:
+        console.print("All texts are the same, token by token.")
+        return
+    table = Table(title="Where the greedy texts part")
+    for heading in ("prompt", "token", "gap between the target's two best logits there"):
+        table.add_column(heading, justify="left" if heading == "prompt" else "right")
+    for result in different:
+        gap = f"{result.top2_gap:.4f}" if result.top2_gap is not None else "-"
+        table.add_row(result.prompt.text.strip()[:60], str(result.first_difference), gap)
+    console.print(table)
+    if dtype == "float32":
+        console.print("[bold red]In float32 the texts should be the same. Please report this with `dspark-hf env`.[/]")
+    else:
+        console.print(
+            f"In {dtype} a kernel rounds differently for one token and for several, so greedy texts may part where two "
+            "tokens tie; both are the target's own. With --dtype float32 they are the same."
+        )
+
+
+def _as_json(results: list[PromptComparison], dtype: str, device: str, temperature: float) -> dict[str, Any]:
+    return {
+        "versions": {"dspark_hf": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
+        "dtype": dtype,
+        "device": device,
+        "temperature": temperature,
+        "summary": [dataclasses.asdict(pool) | {"speedup": pool.speedup} for pool in _summaries(results)],
+        "prompts": [
+            {
+                "domain": result.prompt.domain,
+                "prompt": result.prompt.text,
+                "plain": {"num_tokens": len(result.plain.token_ids), "seconds": result.plain.seconds},
+                "dspark": {"num_tokens": len(result.dspark.token_ids), "seconds": result.dspark.seconds},
+                "accepted_length": result.dspark.stats.accepted_length,
+                "identical": result.identical,
+                "first_difference": result.first_difference,
+                "top2_gap": result.top2_gap,
+            }
+            for result in results
+        ],
+    }
