@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafting half of a round: context in, one parallel pass, the sequential chain, and where to cut it.
 
-Legend: R requests (1 here), c context tokens, g block_size, k drafts, m captured layers, d hidden, V target vocabulary,
+Legend: R requests (1 here), c context tokens, g block_size, k drafts, m captured layers, d hidden, V target
+vocabulary,
 D draft vocabulary (= V unless reduced). q is the draft's distribution after the mirrored processors.
 """
 
@@ -18,7 +19,7 @@ from .draft_cache import DraftCache
 from .metrics import RoundRecord
 from .modeling_dspark import DSparkDraftModel
 from .processors import are_rowwise, mirrored
-from .sampling import select_token
+from .sampling import argmax_token, select_token
 from .stopping_criteria import AdaptiveConfidenceCriteria, resolve_options
 
 
@@ -41,7 +42,8 @@ class DraftProposal:
 class DSparkCandidateGenerator(CandidateGenerator):
     """Drafts blocks of tokens for one `generate` call; all of the call's drafting state lives here.
 
-    It follows transformers' `CandidateGenerator` protocol, so that the stock assisted loop can drive it as well as ours.
+    It follows transformers' `CandidateGenerator` protocol, so that the stock assisted loop can drive it as well as
+    ours.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
@@ -88,7 +90,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return AdaptiveConfidenceCriteria(learn_cost=not self.do_sample)
         return None
 
-    def add_context(self, hidden_states: tuple[torch.Tensor, ...], num_tokens: int, model_kwargs: dict[str, Any]) -> None:
+    def add_context(
+        self, hidden_states: tuple[torch.Tensor, ...], num_tokens: int, model_kwargs: dict[str, Any]
+    ) -> None:
         """Take in the target's hidden states of the tokens just committed, the new anchor excluded.
 
         Args:
@@ -99,11 +103,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
         Raises:
             ValueError: If the target returned no hidden states.
         """
-        captured = [None if hidden_states is None else hidden_states[i + 1] for i in self.draft.config.target_layer_ids]
+        captured = [
+            None if hidden_states is None else hidden_states[i + 1] for i in self.draft.config.target_layer_ids
+        ]
         if any(states is None for states in captured):
             raise ValueError(
-                "The target returned no hidden states for `target_layer_ids` "
-                f"{self.draft.config.target_layer_ids}, which DSpark drafts need. Its forward must honour `output_hidden_states`."
+                f"The target returned no hidden states for `target_layer_ids` {self.draft.config.target_layer_ids}, "
+                "which DSpark drafts need. Its forward must honour `output_hidden_states`."
             )
         where = {"device": self.draft.device, "dtype": self.draft.dtype}
         context = torch.cat([states[:, :num_tokens].to(**where) for states in captured], dim=-1)  # [1, c, m * d]
@@ -151,10 +157,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         )
 
     def _parallel_stage(self, anchor_id: torch.Tensor) -> torch.Tensor:
-        """One forward over [anchor, mask, ...] and the context since the last one; the predicting slots, [1, slots, d]."""
+        """One forward over [anchor, mask, ...] and the context since the last; the predicting slots, [1, slots, d]."""
         config = self.draft.config
         masks = anchor_id.new_full((1, config.block_size - 1), config.mask_token_id)
-        embeds = self.binding.embed_tokens(torch.cat([anchor_id, masks], dim=1))
+        embeds = self.binding.embed(torch.cat([anchor_id, masks], dim=1))
         context = torch.cat(self._context, dim=1)
         # Each entry of positions ends with the anchor that followed; only the last of these anchors is in the block.
         positions = torch.cat([p[:, :-1] for p in self._context_positions], dim=1)
@@ -175,7 +181,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Sample the slots left to right (Eq 4): tokens [1, k], the logits they came from, confidences [1, k]."""
         head, base_logits = self.draft.markov_head, self.draft.base_logits(hidden, self.binding)
         if head is None and not self.do_sample and not self._processors:
-            token_ids = self._to_target_ids(base_logits.argmax(dim=-1))
+            token_ids = self._to_target_ids(argmax_token(base_logits))
             return token_ids, None, self._confidence(hidden, None)
         state = head.initial_state(hidden[:, 0]) if head is not None else None
         previous, text = input_ids[:, -1].to(hidden.device), input_ids.to(hidden.device)
@@ -277,7 +283,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits = proposal.draft_logits if proposal.token_ids.shape[1] else None
         return torch.cat([input_ids, proposal.token_ids], dim=1), logits
 
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int) -> None:
+    def update_candidate_strategy(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
+    ) -> None:
         """transformers' protocol; the stock loop does not time its rounds, so nothing is learned from it.
 
         Args:

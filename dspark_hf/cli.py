@@ -33,16 +33,22 @@ app = typer.Typer(
 console = Console()
 errors = Console(stderr=True)
 
-Target = Annotated[str | None, typer.Option("--target", help="Target model: Hub id or folder. Default: the default pair.")]
+Target = Annotated[
+    str | None, typer.Option("--target", help="Target model: Hub id or folder. Default: the default pair.")
+]
 Draft = Annotated[str | None, typer.Option("--draft", help="Its DSpark draft: Hub id or folder.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="Weights of both models: bfloat16, float16 or float32.")]
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps, ... Default: cuda if there is one.")]
+Device = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps, ... Default: cuda if there is one.")
+]
 MaxNewTokens = Annotated[
     int, typer.Option("--max-new-tokens", "--max_new_tokens", min=1, help="Longest answer, in tokens.")
 ]
 NumAssistantTokens = Annotated[
     int | None,
-    typer.Option("--num-assistant-tokens", "--num_assistant_tokens", help="Most drafts sent per round. Default: the block."),
+    typer.Option(
+        "--num-assistant-tokens", "--num_assistant_tokens", help="Most drafts sent per round. Default: the block."
+    ),
 ]
 Threshold = Annotated[
     float | None,
@@ -55,7 +61,9 @@ Threshold = Annotated[
 Schedule = Annotated[
     str | None,
     typer.Option(
-        "--num-assistant-tokens-schedule", "--num_assistant_tokens_schedule", help='"confidence" (default) or "constant".'
+        "--num-assistant-tokens-schedule",
+        "--num_assistant_tokens_schedule",
+        help='"confidence" (default) or "constant".',
     ),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 decodes greedily.")]
@@ -104,9 +112,12 @@ def _sampling_arguments(temperature: float, top_p: float) -> dict[str, Any]:
 
 @app.command("compare")
 def compare_command(
-    text: Annotated[list[str] | None, typer.Argument(help="Prompts. Default: 12 built-in ones (math, code, chat).")] = None,
+    text: Annotated[
+        list[str] | None, typer.Argument(help="Prompts. Default: 12 built-in ones (math, code, chat).")
+    ] = None,
     prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="File of prompts: .txt, .json or .jsonl (prompt, messages or turns).")
+        Path | None,
+        typer.Option("--prompts", help="File of prompts: .txt, .json or .jsonl (prompt, messages or turns)."),
     ] = None,
     target: Target = None,
     draft: Draft = None,
@@ -219,10 +230,17 @@ def _summaries(results: list[PromptComparison]) -> list[ComparisonSummary]:
 def _print_comparison(results: list[PromptComparison], dtype: str, temperature: float) -> None:
     decoding = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
     table = Table(title=f"Plain generation and DSpark, {dtype}, {decoding}")
-    table.add_column("prompts")
-    headings = ("plain tok/s", "DSpark tok/s", "speed-up", "accepted length", "drafts sent", "verified per token")
-    for heading in (*headings, "same text"):
-        table.add_column(heading, justify="right")
+    table.add_column("prompts", no_wrap=True)
+    headings = (
+        "plain\ntokens/s",
+        "DSpark\ntokens/s",
+        "speed-up",
+        "accepted\nlength",
+        "drafts\nsent",
+        "verified\nper token",
+    )
+    for heading in (*headings, "same\ntext"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for pool in _summaries(results):
         table.add_row(
             f"{pool.name} ({pool.num_prompts})",
@@ -246,18 +264,19 @@ def _print_differences(results: list[PromptComparison], dtype: str) -> None:
         console.print("All texts are the same, token by token.")
         return
     table = Table(title="Where the greedy texts part")
-    for heading in ("prompt", "token", "gap between the target's two best logits there"):
-        table.add_column(heading, justify="left" if heading == "prompt" else "right")
+    table.add_column("prompt", no_wrap=True)
+    for heading in ("token", "gap of the two\nbest logits"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for result in different:
         gap = f"{result.top2_gap:.4f}" if result.top2_gap is not None else "-"
-        table.add_row(result.prompt.text.strip()[:60], str(result.first_difference), gap)
+        table.add_row(" ".join(result.prompt.text.split())[:48], str(result.first_difference), gap)
     console.print(table)
     if dtype == "float32":
         console.print("[bold red]In float32 the texts should be the same. Please report this with `dspark-hf env`.[/]")
     else:
         console.print(
-            f"In {dtype} a kernel rounds differently for one token and for several, so greedy texts may part where two "
-            "tokens tie; both are the target's own. With --dtype float32 they are the same."
+            f"In {dtype} a kernel rounds differently for one token and for several, so greedy texts may part where "
+            "two tokens tie; both are the target's own. With --dtype float32 they are the same."
         )
 
 

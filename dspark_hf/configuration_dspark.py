@@ -35,15 +35,19 @@ class DSparkConfig(PreTrainedConfig):
             `"full_attention"` or `"sliding_attention"` per draft layer; `None` means all full.
         sliding_window (`int`, *optional*): Context tokens, counted from the anchor, that sliding layers see.
         sliding_window_non_causal (`bool`, *optional*, defaults to `False`):
-            Whether the slots of a block see each other in both directions in sliding layers too. Full layers always do.
+            Whether the slots of a block see each other in both directions in sliding layers too. Full layers always
+            do.
         block_size (`int`, *optional*, defaults to 7): Tokens of the parallel pass: the anchor and its masks (g).
         mask_token_id (`int`): Row of the target's embedding that stands for "to be drafted".
         target_layer_ids (`list[int]`):
-            Target layers whose outputs are read, 0-based, in concatenation order: id l is `hidden_states[l + 1]`, -1 is
-            the embedding output. The target's last layer is not allowed (transformers returns it after the final norm).
+            Target layers whose outputs are read, 0-based, in concatenation order: id l is `hidden_states[l + 1]`, -1
+            is
+            the embedding output. The target's last layer is not allowed (transformers returns it after the final
+            norm).
         num_target_layers (`int`, *optional*): Depth of the target, to check the ids early.
         sample_from_anchor (`bool`, *optional*, defaults to `True`):
-            Slot convention. `True`: slot k predicts position anchor + 1 + k, `block_size` drafts. `False` (the original
+            Slot convention. `True`: slot k predicts position anchor + 1 + k, `block_size` drafts. `False` (the
+            original
             DFlash): slot 0 repeats the anchor and is dropped, slot k predicts anchor + k, `block_size - 1` drafts.
         markov_rank (`int`, *optional*, defaults to 256): Rank r of the sequential head; 0 for none (DFlash).
         markov_head_type (`str`, *optional*, defaults to `"vanilla"`): `"vanilla"` (Eq 5), `"gated"` or `"rnn"` (Eq 6).
@@ -139,7 +143,8 @@ class DSparkConfig(PreTrainedConfig):
             if getattr(self, name) is None:
                 raise ValueError(
                     f"`{name}` must be set, got None: {why}. No formula recovers it, and a wrong guess silently drops "
-                    "the accepted length to 1. Set it in the draft's config.json to the value the draft was trained with."
+                    "the accepted length to 1. Set it in the draft's config.json to the value the draft was trained "
+                    "with."
                 )
 
 
@@ -185,8 +190,8 @@ def _check_heads(config: DSparkConfig) -> None:
         raise ValueError(f"`markov_head_type` must be one of {MARKOV_HEAD_TYPES}, got {config.markov_head_type!r}.")
     if config.enable_confidence_head and config.confidence_head_with_markov and config.markov_rank == 0:
         raise ValueError(
-            "`confidence_head_with_markov=True` needs the sequential head's token embedding, but `markov_rank` is 0. Set "
-            "`confidence_head_with_markov=False`, or a `markov_rank` >= 1."
+            "`confidence_head_with_markov=True` needs the sequential head's token embedding, but `markov_rank` is 0. "
+            "Set `confidence_head_with_markov=False`, or a `markov_rank` >= 1."
         )
     if config.draft_vocab_size is not None and not 1 <= config.draft_vocab_size < config.vocab_size:
         raise ValueError(

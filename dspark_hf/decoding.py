@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoding loop: draft, verify, accept, commit, round after round. One request (R = 1).
 
-It takes the place of transformers' assisted loop for DSpark drafts. What that loop leaves to block ends happens token by
+It takes the place of transformers' assisted loop for DSpark drafts. What that loop leaves to block ends happens token
+by
 token here (stop strings, custom criteria), and a reused chat cache is continued, not filled twice.
 
 Legend: s text, k drafts, V vocabulary. p is the target's distribution, q the draft's.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,11 +67,14 @@ def decode(
         ValueError: If the cache cannot take tokens back.
     """
     _check_batch_and_cache(input_ids, generation_config, model_kwargs)
-    loop = _Loop(target, assistant_model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    loop = _Loop(
+        target, assistant_model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+    )
     try:
-        for new_ids in loop.run():
-            if streamer is not None:
-                streamer.put(new_ids.cpu())
+        with contextlib.closing(loop.run()) as rounds:
+            for new_ids in rounds:
+                if streamer is not None:
+                    streamer.put(new_ids.cpu())
     except BaseException:
         if streamer is not None:  # a consumer in another thread would wait for ever
             with contextlib.suppress(Exception):
@@ -81,6 +86,15 @@ def decode(
     if generation_config.return_dict_in_generate:
         return loop.log.finish(loop.input_ids, loop.model_kwargs[CACHE_KEY], CACHE_KEY, loop.stats)
     return loop.input_ids
+
+
+@dataclass(frozen=True)
+class _Commitment:
+    """What a verification added to the text: `new_ids` (1, n), which may end before the bonus token."""
+
+    new_ids: torch.Tensor
+    num_accepted: int
+    bonus_token: int
 
 
 class _Loop:
@@ -103,7 +117,7 @@ class _Loop:
     def run(self) -> Iterator[torch.Tensor]:
         """Yield the tokens of each round, `(1, n)`, the prefill's one token first."""
         outputs = self._prefill()
-        yield self._verify_and_commit(outputs, DraftProposal(self.input_ids[:, :0]), prefill=True)
+        yield self._verify_and_commit(outputs, DraftProposal(self.input_ids[:, :0]), prefill=True).new_ids
         with _past_recording(self.model_kwargs[CACHE_KEY]), self.target._optimize_model_for_decode():
             while not self.finished:
                 yield self._round()
@@ -116,14 +130,14 @@ class _Loop:
         drafted = time.perf_counter()
         outputs = self._forward(proposal.token_ids)
         verified = time.perf_counter()
-        new_ids = self._verify_and_commit(outputs, proposal)
+        commitment = self._verify_and_commit(outputs, proposal)
         record = RoundRecord(
             anchor_id=anchor_id,
             token_ids=tuple(proposal.token_ids[0].tolist()),
             confidence=proposal.confidence,
-            num_accepted=self._num_accepted,
-            bonus_token=self._bonus_token,
-            num_committed=new_ids.shape[1],
+            num_accepted=commitment.num_accepted,
+            bonus_token=commitment.bonus_token,
+            num_committed=commitment.new_ids.shape[1],
             draft_s=drafted - start,
             verify_s=verified - drafted,
             round_s=time.perf_counter() - start,
@@ -131,16 +145,21 @@ class _Loop:
         self.generator.observe(record)
         for collector in self.collectors:
             collector.add(record)
-        return new_ids
+        return commitment.new_ids
 
     def _prefill(self) -> Any:
         """The target over the prompt; what a user's cache already holds is not run again."""
+        if self.config.prefill_chunk_size is not None:
+            logger.warning_once(
+                "With `prefill_chunk_size` the draft sees the last chunk of the prompt only, and is accepted less."
+            )
         overrides = self.generator.model_kwargs_overrides
         outputs = self.target._prefill(self.input_ids, self.config, {**self.model_kwargs, **overrides})
         if not outputs[CACHE_KEY].is_croppable:
             raise ValueError(
                 f"DSpark takes rejected tokens back out of the cache, which {type(outputs[CACHE_KEY]).__name__} of "
-                f"{type(self.target).__name__} does not allow. Use a dynamic cache, or plain generation for this target."
+                f"{type(self.target).__name__} does not allow. Use a dynamic cache, or plain generation for this "
+                "target."
             )
         return outputs
 
@@ -156,26 +175,30 @@ class _Loop:
         )
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 1 + num_drafts
-        return self.target(**(inputs | self.generator.model_kwargs_overrides), return_dict=True)
+        outputs = self.target(**(inputs | self.generator.model_kwargs_overrides), return_dict=True)
+        if outputs.logits.device.type != "cpu":  # verification waits for the device anyway; here the wait is timed
+            torch.accelerator.synchronize(outputs.logits.device)
+        return outputs
 
-    def _verify_and_commit(self, outputs: Any, proposal: DraftProposal, prefill: bool = False) -> torch.Tensor:
+    def _verify_and_commit(self, outputs: Any, proposal: DraftProposal, prefill: bool = False) -> _Commitment:
         """Accept drafts, end where plain generation would, and bring text, caches and context up to date."""
         num_drafts = proposal.token_ids.shape[1]
         logits = outputs.logits[:, -1 - num_drafts :].to(self.input_ids.device)  # [1, 1 + k, V]
         verdict, scores = self._verify(logits, proposal)
-        self._num_accepted, self._bonus_token = int(verdict.num_accepted), int(verdict.bonus_token)
-        new_ids = torch.cat([proposal.token_ids[:, : self._num_accepted], verdict.bonus_token[:, None]], dim=1)
+        num_accepted = int(verdict.num_accepted)
+        new_ids = torch.cat([proposal.token_ids[:, :num_accepted], verdict.bonus_token[:, None]], dim=1)
         new_ids = new_ids[:, : self._num_until_stop(new_ids, scores)]
         num_committed = new_ids.shape[1]
         self.log.add(outputs, logits, scores, num_committed, prefill)
         # The last committed token is the next anchor: it is not in the cache yet, as after plain generation.
-        outputs[CACHE_KEY].crop(num_committed - 1 - num_drafts)
+        if not prefill:  # also with nothing to take back: windowed layers drop what left the window
+            outputs[CACHE_KEY].crop(num_committed - 1 - num_drafts)
         self.input_ids = torch.cat([self.input_ids, new_ids], dim=1)
         self.model_kwargs = _grow(self.target, outputs, self.model_kwargs, num_committed)
         if not self.finished:
             num_rows = _num_rows(outputs.hidden_states) if prefill else num_committed
             self.generator.add_context(outputs.hidden_states, num_rows, self.model_kwargs)
-        return new_ids
+        return _Commitment(new_ids, num_accepted, int(verdict.bonus_token))
 
     def _verify(self, logits: torch.Tensor, proposal: DraftProposal) -> tuple[VerificationResult, torch.Tensor]:
         """Judge the drafts; also returns the processed logits, `(1, n, V)`, of at least the tokens kept."""
@@ -190,7 +213,9 @@ class _Loop:
             return verify_block(proposal.token_ids, scores, proposal.draft_logits, self.do_sample), scores
         return self._verify_stepwise(scores, proposal)
 
-    def _verify_stepwise(self, logits: torch.Tensor, proposal: DraftProposal) -> tuple[VerificationResult, torch.Tensor]:
+    def _verify_stepwise(
+        self, logits: torch.Tensor, proposal: DraftProposal
+    ) -> tuple[VerificationResult, torch.Tensor]:
         """As plain generation runs its processors: once per token, on that token's own prefix, and no further."""
         draft_ids, rows = proposal.token_ids, []
         for slot in range(logits.shape[1]):
@@ -204,7 +229,9 @@ class _Loop:
                     continue
             break
         num_accepted = draft_ids.new_tensor([len(rows) - 1])
-        return VerificationResult(num_accepted, select_bonus(rows[-1], row_q, self.do_sample)), torch.stack(rows, dim=1)
+        return VerificationResult(num_accepted, select_bonus(rows[-1], row_q, self.do_sample)), torch.stack(
+            rows, dim=1
+        )
 
     def _num_until_stop(self, new_ids: torch.Tensor, scores: torch.Tensor) -> int:
         """Tokens of the round that plain generation would still have made; the criteria see each token as it would."""
@@ -259,8 +286,8 @@ def _check_batch_and_cache(
     if not cache.is_croppable and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
         kind = generation_config.cache_implementation or type(cache).__name__
         raise ValueError(
-            f"DSpark takes rejected tokens back out of the cache, which a cache of type {kind!r} does not allow. Use a "
-            "dynamic cache (the default)."
+            f"DSpark takes rejected tokens back out of the cache, which a cache of type {kind!r} does not allow. Use "
+            "a dynamic cache (the default)."
         )
 
 
@@ -270,6 +297,6 @@ def _warn_if_hopeless(stats: AcceptanceStats) -> None:
         logger.warning_once(
             f"The DSpark draft is almost never accepted ({drafted.accepted_length:.2f} tokens per round over "
             f"{drafted.num_rounds} rounds); the text is right, but nothing is gained. Likely causes: a draft made for "
-            "another target or another chat template or thinking mode, or a checkpoint whose layer ids or slot convention "
-            "were written differently."
+            "another target or another chat template or thinking mode, or a checkpoint whose layer ids or slot "
+            "convention were written differently."
         )

@@ -26,7 +26,7 @@ class MarkovHead(nn.Module):
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
         self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size or config.vocab_size, bias=False)
 
-    def initial_state(self, hidden: torch.Tensor) -> torch.Tensor | None:
+    def initial_state(self, hidden: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
         """State before slot 0.
 
         Args:
@@ -38,7 +38,10 @@ class MarkovHead(nn.Module):
         return None
 
     def features(
-        self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
+        self,
+        embedding: torch.Tensor,
+        hidden: torch.Tensor,  # noqa: ARG002
+        state: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What W_2 maps to the transition bias.
 

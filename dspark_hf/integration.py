@@ -28,7 +28,7 @@ _originals: dict[str, Callable] = {}
 
 
 def enable() -> None:
-    """Let `generate` accept DSpark drafts as `assistant_model`. `import dspark_hf` does it; calling again does nothing."""
+    """Let `generate` accept DSpark drafts as `assistant_model`. Importing the package does it; twice does no harm."""
     if _originals:
         return
     for name, wrap in _WRAPPERS.items():
@@ -60,8 +60,8 @@ def register_auto_classes() -> None:
         AutoModel.register(DSparkConfig, DSparkDraftModel)
     except ValueError:
         logger.warning_once(
-            f"transformers already knows a model type {DSparkConfig.model_type!r}; the Auto classes keep loading that one. "
-            "Use DSparkDraftModel.from_pretrained for drafts of this package."
+            f"transformers already knows a model type {DSparkConfig.model_type!r}; the Auto classes keep loading that "
+            "one. Use DSparkDraftModel.from_pretrained for drafts of this package."
         )
 
 
@@ -94,8 +94,8 @@ def check_call(
     for name, value in others.items():
         if value:
             raise ValueError(
-                f"A DSpark draft and `{name}` are two ways to draft, got both (`{name}`={value!r}). Unset `{name}`, or leave "
-                "`assistant_model` away."
+                f"A DSpark draft and `{name}` are two ways to draft, got both (`{name}`={value!r}). Unset `{name}`, "
+                "or leave `assistant_model` away."
             )
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
@@ -104,8 +104,8 @@ def check_call(
         )
     if generation_config.num_return_sequences > 1:
         raise NotImplementedError(
-            "DSpark generates one row at a time for now, got `num_return_sequences`="
-            f"{generation_config.num_return_sequences}. Call `generate` once per sequence."
+            "DSpark generates one row at a time for now, got "
+            f"`num_return_sequences`={generation_config.num_return_sequences}. Call `generate` once per sequence."
         )
     if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise ValueError(
@@ -116,8 +116,8 @@ def check_call(
         raise ValueError("A DSpark draft shares its target's vocabulary. Do not pass `assistant_tokenizer`.")
     if mode_kwargs.get("synced_gpus"):
         raise NotImplementedError(
-            "DSpark does not run under ZeRO-3 or FSDP sharded generation (`synced_gpus=True`). Gather the target, or split "
-            "it with `device_map`."
+            "DSpark does not run under ZeRO-3 or FSDP sharded generation (`synced_gpus=True`). Gather the target, or "
+            "split it with `device_map`."
         )
     if generation_config.use_cache is False:
         raise ValueError("DSpark needs a cache, got `use_cache=False`. Leave `use_cache` at its default.")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of decoding rounds and the figures computed from them. Never sees a model; imports the standard library only.
+"""Records of decoding rounds and the figures computed from them. Never sees a model; imports the standard library
+only.
 
 Every mean pools over rounds ((sum, count) pairs), never over per-prompt means. Slots are 0-based.
 """
@@ -52,7 +53,7 @@ class RoundRecord:
 
     @property
     def truncated(self) -> bool:
-        """`bool`: Whether generation ended inside the round (EOS, length, stop string), so that tokens were dropped."""
+        """`bool`: Whether generation ended inside the round (EOS, length, ...), so that tokens were dropped."""
         return self.num_committed < self.accepted_length
 
 
@@ -114,7 +115,7 @@ class AcceptanceStats:
 
     @property
     def conditional_acceptance(self) -> list[float]:
-        """`list[float]`: P(slot k accepted given all before it were), over the rounds that sent slot k; NaN if none."""
+        """`list[float]`: P(slot k accepted | all before it were), over the rounds that sent slot k; NaN if none."""
         longest = max((record.verify_length for record in self.rounds), default=0)
         rates = []
         for slot in range(longest):

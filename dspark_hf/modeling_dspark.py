@@ -102,8 +102,10 @@ class DSparkAttention(nn.Module):
             hidden_states (`torch.Tensor` of shape `(b, q, d)`): Normed block states.
             context (`torch.Tensor` of shape `(b, c, d)`): Projected context (Eq 2), not normed again.
             position_embeddings (`tuple`): cos and sin, each `(b, c + q, e)`.
-            attention_mask (`torch.BoolTensor`, *optional*): `(b or 1, 1, q, keys)`, True = visible; `None`: the mask of
-                decoding, where every slot sees the whole context (or the window before the anchor) and the whole block.
+            attention_mask (`torch.BoolTensor`, *optional*): `(b or 1, 1, q, keys)`, True = visible; `None`: the mask
+            of
+                decoding, where every slot sees the whole context (or the window before the anchor) and the whole
+                block.
             cache (`DraftCache`, *optional*): Earlier context.
 
         Returns:
@@ -354,7 +356,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             [`DSparkDraftModel`], in eval mode, with every tensor loaded.
 
         Raises:
-            ValueError: If the folder holds no draft, or its weights are unreadable, incomplete or do not fit the config.
+            ValueError: If the folder holds no draft, or its weights are unreadable, incomplete or do not fit the
+            config.
             NotImplementedError: If the format is known but cannot be used here; the message says what serves it.
         """
         source = str(pretrained_model_name_or_path)
@@ -370,15 +373,29 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         model.generation_config = _read_generation_config(pretrained_model_name_or_path, kwargs)
         return (model, info) if return_info else model
 
-    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Save weights, config and the generation knobs in our own layout. The target's tensors are not among them.
 
         Args:
             save_directory (`str` or `os.PathLike`): Folder to write to; other arguments as in `PreTrainedModel`.
+            push_to_hub (`bool`, *optional*, defaults to `False`): Upload the folder afterwards.
+            repo_id (`str`, *optional*): Hub id to upload to; the folder's name by default.
         """
         super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("is_main_process", True):
             self.generation_config.save_pretrained(save_directory)
+        if push_to_hub:  # after the knobs were written, so that they are uploaded too
+            hub_arguments = {
+                name: kwargs[name] for name in ("token", "private", "revision", "create_pr") if name in kwargs
+            }
+            self.push_to_hub(repo_id or os.path.basename(os.path.normpath(save_directory)), **hub_arguments)
 
 
 def _read_generation_config(name_or_path: str | os.PathLike, load_arguments: dict[str, Any]) -> GenerationConfig:

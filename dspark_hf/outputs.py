@@ -40,7 +40,9 @@ class OutputLog:
         self.attentions = empty(generation_config.output_attentions)
         self.hidden_states = empty(generation_config.output_hidden_states)
 
-    def add(self, outputs: Any, raw_logits: torch.Tensor, scores: torch.Tensor, num_committed: int, prefill: bool) -> None:
+    def add(
+        self, outputs: Any, raw_logits: torch.Tensor, scores: torch.Tensor, num_committed: int, prefill: bool
+    ) -> None:
         """Append the entries of the tokens that one forward pass committed.
 
         Args:

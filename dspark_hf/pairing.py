@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a draft needs of its target: checks that the two fit, and the target's embedding and LM head, shared.
 
-Nothing of the target is copied, and nothing is stored on the draft: a [`TargetBinding`] lives in the call that made it.
+Nothing of the target is copied, and nothing is stored on the draft: a [`TargetBinding`] lives in the call that made
+it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,17 @@ class TargetBinding:
     logit_scale: float = 1.0
     logit_softcap: float | None = None
 
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings as the target's layers see them.
+
+        Args:
+            ids (`torch.LongTensor` of shape `(...)`): Target ids, on any device.
+
+        Returns:
+            `torch.Tensor` of shape `(..., d)`.
+        """
+        return self.embed_tokens(_to_module(ids, self.embed_tokens))
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits over the whole vocabulary, as the target computes them from its final hidden states.
 
@@ -43,12 +55,8 @@ class TargetBinding:
             `torch.Tensor` of shape `(..., V)`, on `hidden`'s device, in the LM head's dtype.
         """
         weight = getattr(self.lm_head, "weight", None)
-        inputs = hidden
-        if weight is not None and weight.is_floating_point():
-            inputs = inputs.to(weight.dtype)
-        if weight is not None and weight.device.type != "meta":  # on meta: offloaded, its hook moves the input
-            inputs = inputs.to(weight.device)
-        return self.scale(self.lm_head(inputs).to(hidden.device))
+        inputs = hidden.to(weight.dtype) if weight is not None and weight.is_floating_point() else hidden
+        return self.scale(self.lm_head(_to_module(inputs, self.lm_head)).to(hidden.device))
 
     def scale(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply the target's logit scale and soft cap.
@@ -64,6 +72,13 @@ class TargetBinding:
         if self.logit_softcap is not None:
             logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
         return logits
+
+
+def _to_module(inputs: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.device.type == "meta":  # on meta: offloaded, and its hook moves the input
+        return inputs
+    return inputs.to(weight.device)
 
 
 def bind(target: PreTrainedModel, config: DSparkConfig) -> TargetBinding:
@@ -84,23 +99,26 @@ def bind(target: PreTrainedModel, config: DSparkConfig) -> TargetBinding:
     name = type(target).__name__
     if target.config.is_encoder_decoder:
         raise NotImplementedError(
-            f"DSpark drafts need a decoder-only target, got the encoder-decoder model {name}. Use a plain assistant model."
+            f"DSpark drafts need a decoder-only target, got the encoder-decoder model {name}. Use a plain assistant "
+            "model."
         )
     if getattr(target, "_is_stateful", False):
         raise NotImplementedError(
-            f"DSpark needs to take back rejected tokens, which the recurrent state of {name} does not allow. Use plain "
-            "generation for this target."
+            f"DSpark needs to take back rejected tokens, which the recurrent state of {name} does not allow. Use "
+            "plain generation for this target."
         )
     text_config = target.config.get_text_config(decoder=True)
     _check_fit(config, text_config, name)
     embed_tokens, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
     if embed_tokens is None or lm_head is None:
-        raise ValueError(f"The target must have an embedding and an LM head, but {name} lacks one. Load it as a ...ForCausalLM.")
+        raise ValueError(
+            f"The target must have an embedding and an LM head, but {name} lacks one. Load it as a ...ForCausalLM."
+        )
     num_rows = getattr(embed_tokens, "num_embeddings", config.vocab_size)
     if config.mask_token_id >= num_rows:
         raise ValueError(
-            f"`mask_token_id` must be a row of the target's embedding, which has {num_rows}, got {config.mask_token_id}. "
-            "The draft was made for another target, or for one with added tokens."
+            f"`mask_token_id` must be a row of the target's embedding, which has {num_rows}, got "
+            f"{config.mask_token_id}. The draft was made for another target, or for one with added tokens."
         )
     logit_scale = float(getattr(text_config, "logit_scale", None) or 1.0)
     logit_scale /= float(getattr(text_config, "logits_scaling", None) or 1.0)
@@ -112,8 +130,9 @@ def _check_fit(config: DSparkConfig, text_config, name: str) -> None:
         ours, theirs = getattr(config, field), getattr(text_config, field)
         if ours != theirs:
             raise ValueError(
-                f"Target and draft must have the same `{field}`, got {theirs} in {name} and {ours} in the draft. The draft"
-                f"{' for ' + config.target_name_or_path if config.target_name_or_path else ''} belongs to another target."
+                f"Target and draft must have the same `{field}`, got {theirs} in {name} and {ours} in the draft. The "
+                f"draft{' for ' + config.target_name_or_path if config.target_name_or_path else ''} belongs to "
+                "another target."
             )
     last_layer = text_config.num_hidden_layers - 1
     if max(config.target_layer_ids) >= last_layer:
@@ -123,6 +142,6 @@ def _check_fit(config: DSparkConfig, text_config, name: str) -> None:
         )
     if config.num_target_layers is not None and config.num_target_layers != text_config.num_hidden_layers:
         raise ValueError(
-            f"The draft was made for a target of {config.num_target_layers} layers, got {text_config.num_hidden_layers} in "
-            f"{name}. The draft belongs to another target."
+            f"The draft was made for a target of {config.num_target_layers} layers, got "
+            f"{text_config.num_hidden_layers} in {name}. The draft belongs to another target."
         )

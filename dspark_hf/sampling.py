@@ -38,7 +38,19 @@ def logits_to_probs(logits: torch.Tensor, do_sample: bool = True) -> torch.Tenso
     if do_sample:
         return torch.softmax(logits, dim=-1, dtype=torch.float32)
     one_hot = torch.zeros_like(logits, dtype=torch.float32)
-    return one_hot.scatter_(-1, logits.argmax(dim=-1, keepdim=True), 1.0)
+    return one_hot.scatter_(-1, argmax_token(logits).unsqueeze(-1), 1.0)
+
+
+def argmax_token(logits: torch.Tensor) -> torch.Tensor:
+    """The greedy choice, `logits.argmax(-1)`; on a CPU several times faster for a vocabulary in half precision.
+
+    Args:
+        logits (`torch.Tensor` of shape `(..., V)`): Logits.
+
+    Returns:
+        `torch.LongTensor` of shape `(...)`; the first of equal maxima, as `argmax`.
+    """
+    return logits.max(dim=-1).indices
 
 
 def select_token(logits: torch.Tensor, do_sample: bool) -> torch.Tensor:
@@ -52,7 +64,7 @@ def select_token(logits: torch.Tensor, do_sample: bool) -> torch.Tensor:
         `torch.LongTensor` of shape `(R,)`.
     """
     if not do_sample:
-        return logits.argmax(dim=-1)
+        return argmax_token(logits)
     return torch.multinomial(logits_to_probs(logits), num_samples=1).squeeze(-1)
 
 
@@ -77,7 +89,7 @@ def accept_drafts(
         ValueError: If `do_sample` and there are no `draft_logits`: without q no rule is lossless.
     """
     if not do_sample:
-        return target_logits.argmax(dim=-1) == draft_ids
+        return argmax_token(target_logits) == draft_ids
     if draft_logits is None:
         raise ValueError("Sampled drafts need `draft_logits`, got None. Pass the logits the drafts were sampled from.")
     index = draft_ids.unsqueeze(-1)
@@ -126,7 +138,7 @@ def verify_block(
     if num_drafts == 0:
         return VerificationResult(draft_ids.new_zeros(1), select_token(target_logits[:, 0], do_sample))
     if not do_sample:
-        selected = target_logits.argmax(dim=-1)
+        selected = argmax_token(target_logits)
         num_accepted = (selected[:, :-1] == draft_ids).cumprod(dim=-1).sum(dim=-1)
         return VerificationResult(num_accepted, selected.gather(1, num_accepted[:, None]).squeeze(1))
     accepted = accept_drafts(draft_ids, target_logits[:, :-1], draft_logits, do_sample)

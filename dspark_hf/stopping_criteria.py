@@ -67,20 +67,26 @@ def resolve_options(
     schedule = chosen("num_assistant_tokens_schedule") or "confidence"
     if num_tokens is None:
         num_tokens = config.num_draft_slots
-    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 1 <= num_tokens <= config.num_draft_slots:
+    if (
+        isinstance(num_tokens, bool)
+        or not isinstance(num_tokens, int)
+        or not 1 <= num_tokens <= config.num_draft_slots
+    ):
         raise ValueError(
             f"`num_assistant_tokens` must lie in [1, {config.num_draft_slots}] (the drafts of a block of "
             f"{config.block_size}), got {num_tokens!r}. Slots beyond the trained block are never accepted."
         )
     if schedule not in SCHEDULES:
-        raise ValueError(f"`num_assistant_tokens_schedule` must be one of {SCHEDULES} with a DSpark draft, got {schedule!r}.")
+        raise ValueError(
+            f"`num_assistant_tokens_schedule` must be one of {SCHEDULES} with a DSpark draft, got {schedule!r}."
+        )
     if threshold is not None:
         if not 0 <= threshold <= 1:
             raise ValueError(f"`assistant_confidence_threshold` must lie in [0, 1], got {threshold}.")
         if threshold > 0 and not config.enable_confidence_head:
             raise ValueError(
-                f"`assistant_confidence_threshold` needs a confidence head, which this draft does not have; got {threshold}. "
-                "Unset it, or limit the drafts with `num_assistant_tokens`."
+                "`assistant_confidence_threshold` needs a confidence head, which this draft does not have; got "
+                f"{threshold}. Unset it, or limit the drafts with `num_assistant_tokens`."
             )
     return DraftingOptions(num_tokens, threshold, schedule)
 
@@ -89,8 +95,10 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
     """Ends a block at the slot where going on no longer pays.
 
     With a `threshold`: at the first slot whose own confidence is below it. Without: slot k is sent while the chance
-    that its whole prefix survives, times the length of the round so far, outweighs the cost of one more verified token:
-    `a_k * (1 + k * cost) > cost * (1 + a_0 + ... + a_{k-1})`, with cost in units of a round without drafts. That is the
+    that its whole prefix survives, times the length of the round so far, outweighs the cost of one more verified
+    token:
+    `a_k * (1 + k * cost) > cost * (1 + a_0 + ... + a_{k-1})`, with cost in units of a round without drafts. That is
+    the
     first drop of tokens per second for a verification time that is linear in its tokens (Algorithm 1 for one request).
 
     Both sides are learned from the rounds so far. The acceptance of each slot corrects its confidence, with a few
@@ -126,7 +134,7 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         """`float`: Current cost of one more verified token, in units of a round without drafts."""
         return self._slot_cost
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
         """Whether to end the block before the last slot in `confidence`.
 
         Args:

@@ -8,7 +8,11 @@ Markov head is the target's own bigram table.
 
 from __future__ import annotations
 
+import string
+from dataclasses import dataclass
+
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -18,6 +22,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -144,3 +149,78 @@ def random_prompt(length: int, seed: int = 3, vocab_size: int = VOCAB_SIZE) -> t
     """Random ids of shape (1, length), special ids left out."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocab_size - 2, (1, length), generator=generator)
+
+
+@torch.no_grad()
+def echo_draft(target: PreTrainedModel, seed: int = 1, **overrides) -> DSparkDraftModel:
+    """A DFlash draft (no sequential head) whose slot 0 is the target's bigram guess: the other slots are hardly ever right."""
+    draft = random_draft(seed, **({"markov_rank": 0, "confidence_head_with_markov": False} | overrides))
+    for layer in draft.layers:  # nothing but the residual stream: the slot's embedding
+        layer.self_attn.o_proj.weight.mul_(0.01)
+        layer.mlp.down_proj.weight.mul_(0.01)
+    target_norm = target.model.norm.weight
+    draft.norm.weight.copy_(1 + target_norm if target.config.model_type.startswith("gemma") else target_norm)
+    return draft
+
+
+@torch.no_grad()
+def spread_confidence(draft: DSparkDraftModel, scale: float = 8.0) -> DSparkDraftModel:
+    """Make the confidences of a draft differ: a random head says about 0.5 everywhere."""
+    if draft.confidence_head is not None:
+        draft.confidence_head.proj.weight.mul_(scale)
+    return draft
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block computed in one piece, without any cache; `D` is the draft vocabulary."""
+
+    hidden: torch.Tensor  # [1, slots, d]
+    base_logits: torch.Tensor  # [1, slots, D]
+    draft_logits: torch.Tensor  # [1, slots, D], after the transition bias
+    token_ids: torch.Tensor  # [1, slots], target ids
+    confidence_logits: torch.Tensor | None  # [1, slots]
+
+
+@torch.no_grad()
+def uncached_block(
+    target: PreTrainedModel, draft: DSparkDraftModel, text: torch.Tensor, token_ids: torch.Tensor | None = None
+) -> Block:
+    """The block after `text` (anchor last), recomputed from nothing; the chain follows `token_ids`, or else its argmax."""
+    config, binding = draft.config, draft.bind_target(target)
+    states = target(text, output_hidden_states=True, use_cache=False).hidden_states
+    context = torch.cat([states[i + 1] for i in config.target_layer_ids], dim=-1)[:, :-1]
+    masks = text.new_full((1, config.block_size - 1), config.mask_token_id)
+    hidden = draft(
+        noise_embeds=binding.embed_tokens(torch.cat([text[:, -1:], masks], dim=1)),
+        context_hidden_states=context,
+        position_ids=torch.arange(text.shape[1] - 1 + config.block_size)[None],
+    ).last_hidden_state
+    hidden = hidden if config.sample_from_anchor else hidden[:, 1:]
+    base_logits, head = draft.base_logits(hidden, binding), draft.markov_head
+    ids, previous, rows, embeddings, chain = draft.draft_token_ids(), text[:, -1], [], [], []
+    state = head.initial_state(hidden[:, 0]) if head is not None else None
+    for slot in range(hidden.shape[1]):
+        row = base_logits[:, slot]
+        if head is not None:
+            embeddings.append(head.markov_w1(previous))
+            bias, state = head(embeddings[-1], hidden[:, slot], state)
+            row = row + bias
+        greedy = row.argmax(dim=-1) if ids is None else ids[row.argmax(dim=-1)]
+        previous = greedy if token_ids is None or slot >= token_ids.shape[1] else token_ids[:, slot]
+        rows.append(row)
+        chain.append(previous)
+    confidence_logits = None
+    if draft.confidence_head is not None:
+        confidence_logits = draft.confidence_head(hidden, torch.stack(embeddings, dim=1) if embeddings else None)
+    return Block(hidden, base_logits, torch.stack(rows, dim=1), torch.stack(chain, dim=1), confidence_logits)
+
+
+def character_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """A tokenizer whose ids 0, 1, 2, ... are letters and digits, then pairs of them; text is joined without spaces."""
+    letters = string.ascii_letters + string.digits
+    names = list(letters) + [first + second for first, second in zip(letters, letters[7:], strict=False)]
+    tokenizer = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names[:vocab_size])}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -44,8 +44,8 @@ def require(config: dict[str, Any], name: str, source: str) -> Any:
     value = config.get(name)
     if value is None:
         raise ValueError(
-            f"The draft config of {source} must set `{name}`, but it is missing. It cannot be guessed; set it to the value "
-            "the draft was trained with."
+            f"The draft config of {source} must set `{name}`, but it is missing. It cannot be guessed; set it to the "
+            "value the draft was trained with."
         )
     return value
 

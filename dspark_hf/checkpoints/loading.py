@@ -26,8 +26,8 @@ def readable_errors(source: str) -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise ValueError(
-            f"The weights of {source} are not a readable safetensors file ({error}). The file is truncated or corrupt: "
-            "download or copy it again."
+            f"The weights of {source} are not a readable safetensors file ({error}). The file is truncated or "
+            "corrupt: download or copy it again."
         ) from error
 
 
@@ -51,13 +51,17 @@ def check_loaded(model: nn.Module, loading_info: dict[str, Any], source: str) ->
         keys = sorted(str(key) for key in loading_info.get(kind) or ())
         if keys:
             shown = ", ".join(keys[:8]) + (f", ... ({len(keys)} in all)" if len(keys) > 8 else "")
-            raise ValueError(f"The checkpoint {source} {meaning}: {shown}. Config and weights must come from one draft.")
+            raise ValueError(
+                f"The checkpoint {source} {meaning}: {shown}. Config and weights must come from one draft."
+            )
     for name, tensor in model.named_parameters():
         if tensor.device.type != "meta" and tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ValueError(f"The checkpoint {source} holds NaN or infinity in {name}. The draft is broken; train it again.")
+            raise ValueError(
+                f"The checkpoint {source} holds NaN or infinity in {name}. The draft is broken; train it again."
+            )
     ids = model.draft_token_ids()
     if ids is not None and (ids.min() < 0 or ids.max() >= model.config.vocab_size or (ids[1:] <= ids[:-1]).any()):
         raise ValueError(
-            f"The reduced vocabulary of {source} must map ascending draft ids into [0, {model.config.vocab_size}) (`d2t` as "
-            f"offsets), got target ids from {int(ids.min())} to {int(ids.max())}."
+            f"The reduced vocabulary of {source} must map ascending draft ids into [0, {model.config.vocab_size}) "
+            f"(`d2t` as offsets), got target ids from {int(ids.min())} to {int(ids.max())}."
         )

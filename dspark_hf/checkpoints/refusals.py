@@ -22,12 +22,13 @@ def refuse(config: dict[str, Any], source: str) -> Exception:
     architectures = config.get("architectures") or []
     if any(key in config for key in _IN_CHECKPOINT_KEYS):
         return NotImplementedError(
-            f"{source} carries its DSpark draft inside the target's checkpoint (DeepSeek-V4 style: MoE draft layers under "
-            "`mtp.*`), which this package does not run. Serve it with vLLM or SGLang."
+            f"{source} carries its DSpark draft inside the target's checkpoint (DeepSeek-V4 style: MoE draft layers "
+            "under `mtp.*`), which this package does not run. Serve it with vLLM or SGLang."
         )
     if "speculators_model_type" in config:
         return NotImplementedError(
-            f"{source} is a speculators draft of type {config['speculators_model_type']!r}; only 'dspark' is supported."
+            f"{source} is a speculators draft of type {config['speculators_model_type']!r}; only 'dspark' is "
+            "supported."
         )
     if "dflash_config" in config:
         return NotImplementedError(
@@ -39,8 +40,8 @@ def refuse(config: dict[str, Any], source: str) -> Exception:
         )
     if "DSparkDraftModel" in architectures:
         return ValueError(
-            f"{source} names the class DSparkDraftModel, which several projects use, but has none of the fields that tell "
-            "which one wrote it (`model_type: dspark_draft`, `speculators_model_type`, `dflash_config`)."
+            f"{source} names the class DSparkDraftModel, which several projects use, but has none of the fields that "
+            "tell which one wrote it (`model_type: dspark_draft`, `speculators_model_type`, `dflash_config`)."
         )
     return ValueError(
         f"{source} is not a DSpark draft: its config.json has architectures {architectures} and model_type "
