@@ -199,7 +199,8 @@ def generate(
     if stats.num_rounds:
         errors.print(
             f"[dim]{stats.num_committed / stats.round_s:.1f} tokens/s after the prefill, accepted length "
-            f"{stats.accepted_length:.2f}, {stats.num_verified / stats.num_committed:.2f} tokens verified per token[/]",
+            f"{stats.accepted_length:.2f}, "
+            f"{stats.num_verified / stats.num_committed:.2f} tokens verified per token[/]",
             highlight=False,
         )
 
