@@ -86,6 +86,12 @@ def row(name: str, repeats: list[list[PromptComparison]]) -> tuple[str, ...]:
     )
 
 
+def as_json(result: PromptComparison) -> dict:
+    sides = {"plain": result.plain, "dspark": result.dspark}
+    figures = {name: {"num_tokens": len(run.token_ids), "seconds": run.seconds} for name, run in sides.items()}
+    return {"domain": result.prompt.domain, "accepted_length": result.dspark.stats.accepted_length, **figures}
+
+
 def print_row(cells: tuple[str, ...]) -> None:
     print("| " + " | ".join(cells) + " |")
 
@@ -105,9 +111,8 @@ def main() -> None:
         print(f"repeat {repeat + 1} of {arguments.repeats}: {summarize(repeats[-1]).speedup:.2f}x", flush=True)
 
     print(f"\n{arguments.dtype}, {arguments.max_new_tokens} new tokens, {arguments.repeats} repeats, greedy")
-    print(
-        f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}; transformers {transformers.__version__}\n"
-    )
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}")
+    print(f"transformers {transformers.__version__}\n")
     print_row(HEADINGS)
     print("|" + "---|" * len(HEADINGS))
     for name, _ in groupby(prompts, key=lambda prompt: prompt.domain):
@@ -116,9 +121,7 @@ def main() -> None:
     identical = sum(result.identical for result in repeats[0])
     print(f"\nIdentical greedy texts: {identical} of {len(prompts)}")
     if arguments.json is not None:
-        runs = [[{"domain": r.prompt.domain, "plain_s": r.plain.seconds, "plain_tokens": len(r.plain.token_ids),
-                  "dspark_s": r.dspark.seconds, "dspark_tokens": len(r.dspark.token_ids),
-                  "accepted_length": r.dspark.stats.accepted_length} for r in results] for results in repeats]  # fmt: skip
+        runs = [[as_json(result) for result in results] for results in repeats]
         arguments.json.write_text(json.dumps(runs, indent=1))
 
 

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training losses (paper Eq 9 to 12) as sums and counts. Imports torch only.
+
+p is the target's distribution, q the draft's. Legend: N slots that count, V vocabulary of the draft, g block_size.
+Normaliser of every term: the sum of the decayed weights over all counted slots of the global batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Weighted sums of the loss terms over slots; they add up across chunks, sequences and processes.
+
+    Args:
+        cross_entropy (`torch.Tensor`): Sum of w * CE (Eq 9); scalar, fp32.
+        total_variation (`torch.Tensor`): Sum of w * L1, which is twice the total variation (Eq 10).
+        confidence (`torch.Tensor`): Sum of w * BCE of the confidence (Eq 11); zero without a confidence head.
+        weight (`torch.Tensor`): Sum of w.
+    """
+
+    cross_entropy: torch.Tensor
+    total_variation: torch.Tensor
+    confidence: torch.Tensor
+    weight: torch.Tensor
+
+    def __add__(self, other: LossSums) -> LossSums:
+        return LossSums(
+            self.cross_entropy + other.cross_entropy,
+            self.total_variation + other.total_variation,
+            self.confidence + other.confidence,
+            self.weight + other.weight,
+        )
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the three terms in Eq 12.
+
+    Args:
+        cross_entropy (`float`, *optional*, defaults to 0.1): Needed early: from a cold start L1 alone hardly moves.
+        total_variation (`float`, *optional*, defaults to 0.9): Of the L1 term.
+        confidence (`float`, *optional*, defaults to 1.0): Of the confidence term.
+    """
+
+    cross_entropy: float = 0.1
+    total_variation: float = 0.9
+    confidence: float = 1.0
+
+
+def decay_weights(block_size: int, loss_decay: float = 4.0) -> torch.Tensor:
+    """w_k = exp(-k / loss_decay): later slots matter less, since they count only if all before them are accepted.
+
+    Args:
+        block_size (`int`): g.
+        loss_decay (`float`, *optional*, defaults to 4.0): Slots over which the weight falls by e; infinity for none.
+
+    Returns:
+        `torch.Tensor` of shape `(g,)`, fp32.
+
+    Raises:
+        ValueError: If `loss_decay` is not positive.
+    """
+    if not loss_decay > 0:
+        raise ValueError(f"`loss_decay` must be > 0, got {loss_decay}.")
+    return torch.exp(-torch.arange(block_size, dtype=torch.float32) / loss_decay)
+
+
+def slot_losses(
+    draft_logits: torch.Tensor,
+    target_logits: torch.Tensor,
+    label_ids: torch.Tensor,
+    label_in_vocabulary: torch.Tensor,
+    weights: torch.Tensor,
+    confidence_logits: torch.Tensor | None = None,
+) -> tuple[LossSums, torch.Tensor]:
+    """Loss sums and acceptance rates of slots.
+
+    Label of the cross entropy: the text's own token. The confidence label is the acceptance rate 1 - L1 / 2, detached;
+    no gradient reaches p.
+
+    Args:
+        draft_logits (`torch.Tensor` of shape `(N, V)`): Logits of q.
+        target_logits (`torch.Tensor` of shape `(N, V)`): Logits of p over the draft's vocabulary.
+        label_ids (`torch.LongTensor` of shape `(N,)`): Labels as draft ids.
+        label_in_vocabulary (`torch.BoolTensor` of shape `(N,)`): False where a reduced vocabulary lacks the label.
+        weights (`torch.Tensor` of shape `(N,)`): w, fp32.
+        confidence_logits (`torch.Tensor` of shape `(N,)`, *optional*): Confidence before the sigmoid.
+
+    Returns:
+        `tuple`: [`LossSums`] and the acceptance rates `(N,)`, fp32, detached, in [0, 1].
+    """
+    draft_logits = draft_logits.float()
+    target_probs = torch.softmax(target_logits.detach().float(), dim=-1)
+    log_q = torch.log_softmax(draft_logits, dim=-1)
+    cross_entropy = functional.nll_loss(log_q, label_ids, reduction="none") * label_in_vocabulary
+    l1 = (log_q.exp() - target_probs).abs().sum(dim=-1)
+    acceptance_rate = (1 - l1.detach() / 2).clamp(0, 1)
+    confidence = l1.new_zeros(())
+    if confidence_logits is not None:
+        bce = functional.binary_cross_entropy_with_logits(confidence_logits.float(), acceptance_rate, reduction="none")
+        confidence = (weights * bce).sum()
+    sums = LossSums((weights * cross_entropy).sum(), (weights * l1).sum(), confidence, weights.sum())
+    return sums, acceptance_rate
+
+
+def combine(sums: LossSums, loss_weights: LossWeights, normaliser: torch.Tensor | float) -> torch.Tensor:
+    """The training loss (Eq 12).
+
+    Args:
+        sums (`LossSums`): Sums over this process's slots.
+        loss_weights (`LossWeights`): Weights of the terms.
+        normaliser (`torch.Tensor` or `float`): Sum of w over the global batch.
+
+    Returns:
+        `torch.Tensor`: scalar.
+    """
+    total = (
+        loss_weights.cross_entropy * sums.cross_entropy
+        + loss_weights.total_variation * sums.total_variation
+        + loss_weights.confidence * sums.confidence
+    )
+    return total / normaliser
