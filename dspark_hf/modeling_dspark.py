@@ -52,13 +52,16 @@ def eager_attention(
         `tuple`: outputs `(b, q, heads, e)` and weights `(b, kv_heads, heads / kv_heads, q, k)`.
     """
     b, heads, q, e = query.shape
-    grouped = query.reshape(b, key.shape[1], heads // key.shape[1], q, e)
-    scores = torch.matmul(grouped * scaling, key.unsqueeze(2).transpose(-1, -2))
+    kv_heads, k = key.shape[1], key.shape[2]
+    groups = heads // kv_heads
+    # The heads of a group are rows of one matmul: nothing is broadcast, so nothing is copied.
+    grouped = (query * scaling).reshape(b, kv_heads, groups * q, e)
+    scores = torch.matmul(grouped, key.transpose(-1, -2)).view(b, kv_heads, groups, q, k)
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask.unsqueeze(1), torch.finfo(scores.dtype).min)
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    outputs = torch.matmul(weights, value.unsqueeze(2)).reshape(b, heads, q, e)
+    outputs = torch.matmul(weights.view(b, kv_heads, groups * q, k), value).view(b, heads, q, e)
     return outputs.transpose(1, 2), weights
 
 

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain sampling from many prompts at once, for writing training answers: a row that ends is given the next prompt.
+
+Throughput is what counts here, not latency, so no draft is used. Legend: R rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+
+from ._compat import CACHE_KEY
+from .modeling_dspark import eager_attention
+from .row_cache import RowCache
+
+
+# One query per row: grouped matmuls are several times faster on a CPU than its SDPA kernel on repeated heads.
+GROUPED_ATTENTION = "dspark_grouped"
+AttentionInterface.register(GROUPED_ATTENTION, eager_attention)
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How answers are sampled.
+
+    Args:
+        max_new_tokens (`int`, *optional*, defaults to 256): Longest answer.
+        temperature (`float`, *optional*, defaults to 0.7): 0 decodes greedily.
+        top_k (`int`, *optional*, defaults to 20): Tokens to choose from; at least 1.
+        top_p (`float`, *optional*, defaults to 0.8): Nucleus inside the top k, in (0, 1].
+        seed (`int`, *optional*, defaults to 0): Random seed.
+
+    Raises:
+        ValueError: If a value is out of range.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.7
+    top_k: int = 20
+    top_p: float = 0.8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"`max_new_tokens` must be >= 1, got {self.max_new_tokens}.")
+        if self.temperature < 0:
+            raise ValueError(f"`temperature` must be >= 0, got {self.temperature}.")
+        if self.top_k < 1:
+            raise ValueError(f"`top_k` must be >= 1, got {self.top_k}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"`top_p` must lie in (0, 1], got {self.top_p}.")
+
+
+@dataclass(frozen=True)
+class RowRequest:
+    """A prompt to answer.
+
+    Args:
+        key (`Any`): Comes back with the answer.
+        prompt_ids (`tuple[int, ...]`): Tokens, at least one.
+    """
+
+    key: Any
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RowAnswer:
+    """An answer.
+
+    Args:
+        key (`Any`): Of the request.
+        token_ids (`tuple[int, ...]`): New tokens, the end token included where there was one.
+        finish_reason (`str`): `"stop"` or `"length"`.
+    """
+
+    key: Any
+    token_ids: tuple[int, ...]
+    finish_reason: str
+
+
+def sample_rows(
+    logits: torch.Tensor, settings: SamplingSettings, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """One token per row, by temperature, top-k, then top-p inside the top k.
+
+    Args:
+        logits (`torch.Tensor` of shape `(R, V)`): Raw logits.
+        settings (`SamplingSettings`): How.
+        generator (`torch.Generator`, *optional*): Source of randomness, on the logits' device.
+
+    Returns:
+        `torch.LongTensor` of shape `(R,)`.
+    """
+    best = logits.topk(1 if settings.temperature == 0 else min(settings.top_k, logits.shape[-1]), dim=-1)
+    if settings.temperature == 0:
+        return best.indices[:, 0]
+    probs = torch.softmax(best.values.float() / settings.temperature, dim=-1)  # descending
+    before = probs.cumsum(dim=-1) - probs
+    probs = probs.masked_fill(before >= settings.top_p, 0.0)  # the first token always stays
+    return best.indices.gather(1, torch.multinomial(probs, 1, generator=generator)).squeeze(1)
+
+
+class RowGenerator:
+    """Answers requests in R rows that are refilled as they end.
+
+    Args:
+        target (`PreTrainedModel`): A decoder-only target with full attention; its attention implementation is set to
+            [`GROUPED_ATTENTION`].
+        settings (`SamplingSettings`): How answers are sampled.
+        eos_token_ids (`frozenset[int]`): Tokens that end an answer.
+        num_rows (`int`, *optional*, defaults to 64): R.
+
+    Raises:
+        NotImplementedError: If the target has other than full-attention layers.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        settings: SamplingSettings,
+        eos_token_ids: frozenset[int],
+        num_rows: int = 64,
+    ):
+        config = target.config.get_text_config(decoder=True)
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
+            raise NotImplementedError(
+                f"Answers are written in rows for full-attention targets only, got layers {sorted(kinds)} in "
+                f"{type(target).__name__}. Serve the target and pass the server's URL instead."
+            )
+        target.set_attn_implementation(GROUPED_ATTENTION)
+        self.target, self.settings, self.eos_token_ids = target, settings, eos_token_ids
+        self.generator = torch.Generator(device=target.device).manual_seed(settings.seed)
+        self.cache = RowCache(config.num_hidden_layers, num_rows, target.device)
+        self.rows: list[RowRequest | None] = [None] * num_rows
+        self.answers: list[list[int]] = [[] for _ in range(num_rows)]
+        self.current = torch.zeros(num_rows, 1, dtype=torch.long, device=target.device)
+
+    @torch.inference_mode()
+    def run(self, requests: Iterable[RowRequest]) -> Iterator[RowAnswer]:
+        """Answer all requests.
+
+        Args:
+            requests (`Iterable[RowRequest]`): Prompts of at least one token.
+
+        Returns:
+            `Iterator[RowAnswer]`, in the order in which answers end.
+        """
+        waiting = iter(requests)
+        exhausted = False
+        while True:
+            free = [row for row, request in enumerate(self.rows) if request is None]
+            if not exhausted and len(free) >= max(1, len(self.rows) // 12):
+                exhausted = not self._admit(free, waiting)
+            active = [row for row, request in enumerate(self.rows) if request is not None]
+            if not active:
+                return
+            if exhausted and len(active) <= 0.75 * len(self.rows):
+                self._shrink(active)
+            yield from self._step()
+
+    def _admit(self, free: list[int], waiting: Iterator[RowRequest]) -> bool:
+        """Prefill new prompts, all but their last token; False once there are none left."""
+        taken = [request for _, request in zip(free, waiting, strict=False)]
+        if not taken:
+            return False
+        rows = free[: len(taken)]
+        lengths = [len(request.prompt_ids) - 1 for request in taken]
+        if max(lengths) > 0:
+            ids = torch.zeros(len(taken), max(lengths), dtype=torch.long)
+            for index, request in enumerate(taken):
+                ids[index, : lengths[index]] = torch.tensor(request.prompt_ids[:-1])
+            prompts = DynamicCache()
+            causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.target.device).tril()
+            self.target.base_model(
+                input_ids=ids.to(self.target.device),
+                attention_mask=causal.expand(len(taken), 1, -1, -1),
+                use_cache=True,
+                **{CACHE_KEY: prompts},
+            )
+            self.cache.fill(rows, prompts, lengths)  # padding lies behind each prompt and is overwritten
+        for row, request in zip(rows, taken, strict=True):
+            self.rows[row], self.answers[row] = request, []
+            self.current[row, 0] = request.prompt_ids[-1]
+        return len(taken) == len(free)
+
+    def _step(self) -> Iterator[RowAnswer]:
+        mask = self.cache.begin_step()
+        positions = self.cache.lengths[:, None].clone()
+        outputs = self.target(
+            input_ids=self.current,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            **{CACHE_KEY: self.cache},
+        )
+        self.cache.end_step()
+        tokens = sample_rows(outputs.logits[:, -1], self.settings, self.generator)
+        self.current = tokens[:, None]
+        for row, token in enumerate(tokens.tolist()):
+            request = self.rows[row]
+            if request is None:
+                self.cache.lengths[row] = 0  # an idle row costs its slot, but does not grow
+                continue
+            self.answers[row].append(token)
+            stopped = token in self.eos_token_ids
+            if stopped or len(self.answers[row]) == self.settings.max_new_tokens:
+                self.rows[row] = None
+                yield RowAnswer(request.key, tuple(self.answers[row]), "stop" if stopped else "length")
+
+    def _shrink(self, active: list[int]) -> None:
+        """No prompt is waiting: rows that ended stop costing."""
+        self.cache.keep(active)
+        self.rows = [self.rows[row] for row in active]
+        self.answers = [self.answers[row] for row in active]
+        self.current = self.current[active]
