@@ -73,11 +73,12 @@ def decay_weights(block_size: int, loss_decay: float = 4.0) -> torch.Tensor:
 
 def slot_losses(
     draft_logits: torch.Tensor,
-    target_logits: torch.Tensor,
+    target_probs: torch.Tensor,
     label_ids: torch.Tensor,
     label_in_vocabulary: torch.Tensor,
     weights: torch.Tensor,
     confidence_logits: torch.Tensor | None = None,
+    left_out_probs: torch.Tensor | None = None,
 ) -> tuple[LossSums, torch.Tensor]:
     """Loss sums and acceptance rates of slots.
 
@@ -86,20 +87,25 @@ def slot_losses(
 
     Args:
         draft_logits (`torch.Tensor` of shape `(N, V)`): Logits of q.
-        target_logits (`torch.Tensor` of shape `(N, V)`): Logits of p over the draft's vocabulary.
+        target_probs (`torch.Tensor` of shape `(N, V)`):
+            p at the draft's vocabulary, fp32, not normalised again where that is a reduced one.
         label_ids (`torch.LongTensor` of shape `(N,)`): Labels as draft ids.
         label_in_vocabulary (`torch.BoolTensor` of shape `(N,)`): False where a reduced vocabulary lacks the label.
         weights (`torch.Tensor` of shape `(N,)`): w, fp32.
         confidence_logits (`torch.Tensor` of shape `(N,)`, *optional*): Confidence before the sigmoid.
+        left_out_probs (`torch.Tensor` of shape `(N,)`, *optional*):
+            p's mass outside a reduced vocabulary; q has none there, so it counts as distance.
 
     Returns:
         `tuple`: [`LossSums`] and the acceptance rates `(N,)`, fp32, detached, in [0, 1].
     """
     draft_logits = draft_logits.float()
-    target_probs = torch.softmax(target_logits.detach().float(), dim=-1)
+    target_probs = target_probs.detach()
     log_q = torch.log_softmax(draft_logits, dim=-1)
     cross_entropy = functional.nll_loss(log_q, label_ids, reduction="none") * label_in_vocabulary
     l1 = (log_q.exp() - target_probs).abs().sum(dim=-1)
+    if left_out_probs is not None:
+        l1 = l1 + left_out_probs.detach()
     acceptance_rate = (1 - l1.detach() / 2).clamp(0, 1)
     confidence = l1.new_zeros(())
     if confidence_logits is not None:
