@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 
@@ -125,6 +127,58 @@ class DSparkConfig(PreTrainedConfig):
                 f"{self.mask_token_id}. Use a reserved id that the tokenizer never produces; do not add a new row."
             )
 
+    @classmethod
+    def from_target(
+        cls,
+        target_config: PreTrainedConfig,
+        mask_token_id: int,
+        num_hidden_layers: int = 2,
+        num_taps: int = 5,
+        **overrides: Any,
+    ) -> DSparkConfig:
+        """Sound defaults for a new draft of a decoder-only target: its widths, its RoPE, layers spread over its depth.
+
+        Args:
+            target_config (`PreTrainedConfig`): The target's configuration.
+            mask_token_id (`int`): A row of the target's embedding that no text uses; see `find_mask_token_id`.
+            num_hidden_layers (`int`, *optional*, defaults to 2): Draft layers.
+            num_taps (`int`, *optional*, defaults to 5): Target layers to read, or all but the last where it has fewer.
+            overrides (`Any`): Further fields of [`DSparkConfig`].
+
+        Returns:
+            [`DSparkConfig`]
+
+        Raises:
+            ValueError: If a field of the target's config is missing, or an override contradicts the rest.
+
+        Example:
+            >>> DSparkConfig.from_target(target.config, mask_token_id=4).target_layer_ids  # doctest: +SKIP
+            [1, 8, 14, 20, 27]
+        """
+        text_config = target_config.get_text_config(decoder=True)
+        depth = text_config.num_hidden_layers
+        heads = text_config.num_attention_heads
+        fields = {
+            "vocab_size": text_config.vocab_size,
+            "hidden_size": text_config.hidden_size,
+            "intermediate_size": text_config.intermediate_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(text_config, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
+            "max_position_embeddings": text_config.max_position_embeddings,
+            "rms_norm_eps": getattr(text_config, "rms_norm_eps", 1e-6),
+            "rope_parameters": _full_attention_rope(text_config),
+            "bos_token_id": text_config.bos_token_id,
+            "eos_token_id": text_config.eos_token_id,
+            "pad_token_id": text_config.pad_token_id,
+            "target_layer_ids": spread_layer_ids(depth, num_taps),
+            "num_target_layers": depth,
+            "num_hidden_layers": num_hidden_layers,
+            "mask_token_id": mask_token_id,
+            "target_name_or_path": target_config.name_or_path or None,
+        }
+        return cls(**(fields | overrides))
+
     @property
     def num_draft_slots(self) -> int:
         """`int`: Drafts that one block proposes: `block_size`, or one less where slot 0 repeats the anchor."""
@@ -146,6 +200,40 @@ class DSparkConfig(PreTrainedConfig):
                     "the accepted length to 1. Set it in the draft's config.json to the value the draft was trained "
                     "with."
                 )
+
+
+def spread_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
+    """Layer ids spread evenly over a target's depth, from the second layer to the third last; never the last.
+
+    Args:
+        num_target_layers (`int`): Depth of the target, at least 2.
+        num_taps (`int`): Layers wanted.
+
+    Returns:
+        `list[int]`: ascending; fewer than wanted where the target has not so many.
+
+    Raises:
+        ValueError: If the target has a single layer, or `num_taps` < 1.
+    """
+    if num_target_layers < 2 or num_taps < 1:
+        raise ValueError(
+            f"A draft reads at least one layer below the target's last, got {num_target_layers} layers and {num_taps} "
+            "taps."
+        )
+    first, last = min(1, num_target_layers - 2), max(num_target_layers - 3, min(1, num_target_layers - 2))
+    if num_taps > last - first + 1:
+        return list(range(max(0, num_target_layers - 1 - num_taps), num_target_layers - 1))[:num_taps]
+    if num_taps == 1:
+        return [(first + last) // 2]
+    return [round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps)]
+
+
+def _full_attention_rope(text_config: PreTrainedConfig) -> dict | None:
+    """The RoPE of a target's full-attention layers; some targets have one per layer type."""
+    rope = getattr(text_config, "rope_parameters", None)
+    rope = rope.get("full_attention", rope) if rope else None
+    # Sections of multimodal RoPE place image patches; a draft reads text positions.
+    return {name: value for name, value in rope.items() if name != "mrope_section"} if rope else None
 
 
 def _check_geometry(config: DSparkConfig) -> None:

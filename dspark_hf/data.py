@@ -101,6 +101,39 @@ def encode_row(
     return TrainingSequence((*prompt, *answer, *([tokenizer.eos_token_id] if ended else [])), len(prompt))
 
 
+def find_mask_token_id(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, sequences: Sequence[TrainingSequence] = ()
+) -> int:
+    """An embedding row that no text uses, to stand for "to be drafted".
+
+    Rows beyond the tokenizer come first (padding of the embedding), then added tokens that are neither special to
+    generation nor in the chat template. A row must exist already: a new one would be untrained and unknown to the
+    target.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        vocab_size (`int`): Rows of the target's embedding.
+        sequences (`Sequence[TrainingSequence]`, *optional*): Data in which the token must not occur.
+
+    Returns:
+        `int`
+
+    Raises:
+        ValueError: If there is no such row.
+    """
+    used = {token for sequence in sequences for token in sequence.input_ids} | set(tokenizer.all_special_ids)
+    template = tokenizer.chat_template or ""
+    reserved = [i for i, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
+    for candidate in (*range(len(tokenizer), vocab_size), *sorted(reserved)):
+        if candidate not in used:
+            return candidate
+    raise ValueError(
+        f"The target has no unused embedding row: {vocab_size} rows, {len(tokenizer)} tokens, no reserved token "
+        "left. Pass "
+        "`mask_token_id` of a token that your text never holds."
+    )
+
+
 def choose_vocabulary(
     sequences: Sequence[TrainingSequence], size: int, always: Iterable[int] = ()
 ) -> tuple[list[int], float]:
