@@ -60,6 +60,8 @@ class DSparkConfig(PreTrainedConfig):
             Size of a reduced draft vocabulary. The draft then has an LM head of its own with that many rows, and a map
             `d2t` from draft ids to target ids, stored as offsets. `None`: the target's whole LM head is used.
         target_name_or_path (`str`, *optional*): The target the draft was trained for, for messages.
+        training_info (`dict`, *optional*): What the draft was trained on: template hash, thinking mode, data,
+        versions.
 
     Raises:
         ValueError: On any contradiction above, with the field, the value received and the remedy.
@@ -104,6 +106,7 @@ class DSparkConfig(PreTrainedConfig):
     confidence_head_with_markov: bool = True
     draft_vocab_size: int | None = None
     target_name_or_path: str | None = None
+    training_info: dict | None = None
 
     def __post_init__(self, **kwargs):
         if self.num_key_value_heads is None:

@@ -24,6 +24,7 @@ from .blocks import (
     sample_anchors,
 )
 from .data import TargetFeatures, collate, target_features
+from .feature_cache import cached_features, collate_features
 from .losses import LossSums, LossWeights, combine, decay_weights, slot_losses
 from .modeling_dspark import DSparkDraftModel
 from .pairing import TargetBinding
@@ -244,6 +245,10 @@ class BlockObjective:
         )
 
 
+def _collate_any(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    return collate_features(rows) if "context" in rows[0] else collate(rows)
+
+
 class DSparkTrainer(Trainer):
     """transformers' Trainer for a draft; the target stays frozen, outside the modules that are trained and saved.
 
@@ -259,7 +264,7 @@ class DSparkTrainer(Trainer):
     """
 
     def __init__(self, draft: DSparkDraftModel, target: PreTrainedModel, args: DSparkTrainingArguments, **kwargs: Any):
-        kwargs.setdefault("data_collator", collate)
+        kwargs.setdefault("data_collator", _collate_any)
         super().__init__(model=draft, args=args, **kwargs)
         # The loss is divided by the weights of the whole global batch here, not by the number of micro-batches there.
         self.model_accepts_loss_kwargs = True
@@ -333,7 +338,9 @@ class DSparkTrainer(Trainer):
         """
         training = model.training
         blocks = self.blocks_of(inputs, self._epoch if training else -1)
-        features = target_features(self.target, inputs["input_ids"], self.draft.config.target_layer_ids)
+        features = cached_features(inputs)
+        if features is None:
+            features = target_features(self.target, inputs["input_ids"], self.draft.config.target_layer_ids)
         with self.accelerator.autocast():
             hidden = draft_blocks(model, self.binding, inputs["input_ids"], features, blocks)
             objective = BlockObjective(self.draft, self.binding, self.args.loss_decay, self.args.head_chunk_size)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From answered conversations to a saved draft: what `dspark-hf train` does."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+from transformers.utils import logging
+
+from ._version import __version__
+from .configuration_dspark import DSparkConfig
+from .data import (
+    SequenceDataset,
+    TrainingSequence,
+    choose_vocabulary,
+    encode_row,
+    find_mask_token_id,
+    read_rows,
+)
+from .feature_cache import FeatureCache
+from .modeling_dspark import DSparkDraftModel
+from .prepare import template_hash
+from .training import DSparkTrainer, DSparkTrainingArguments
+from .warm_start import copy_target_head, start_from_bigrams, start_from_target_layers
+
+
+logger = logging.get_logger("transformers.dspark_hf.train_draft")
+
+
+@dataclass
+class DataArguments:
+    """Where the data is.
+
+    Args:
+        data (`list[str]`): JSON Lines files of answered conversations, as `dspark-hf prepare` writes them.
+        max_length (`int`, *optional*, defaults to 4096): Longest sequence, in tokens.
+        held_out (`float`, *optional*, defaults to 0.05): Share of the sequences kept for evaluation, in [0, 1).
+        feature_cache (`str`, *optional*): Folder for the target's hidden states; without one they are computed online.
+        enable_thinking (`bool`, *optional*): The chat template's thinking switch.
+    """
+
+    data: list[str] = field(metadata={"help": "JSON Lines files of answered conversations."})
+    max_length: int = field(default=4096, metadata={"help": "Longest sequence, in tokens."})
+    held_out: float = field(default=0.05, metadata={"help": "Share of the sequences kept for evaluation."})
+    feature_cache: str | None = field(default=None, metadata={"help": "Folder for the target's hidden states."})
+    enable_thinking: bool | None = field(default=None, metadata={"help": "The chat template's thinking switch."})
+
+
+@dataclass
+class DraftArguments:
+    """What draft to train; ablations are settings here. Defaults are for a small target.
+
+    Args:
+        draft_num_layers (`int`, *optional*, defaults to 2): Draft layers.
+        block_size (`int`, *optional*, defaults to 7): Slots per block.
+        num_taps (`int`, *optional*, defaults to 5): Target layers to read.
+        markov_rank (`int`, *optional*, defaults to 256): Rank of the sequential head; 0 for DFlash.
+        markov_head_type (`str`, *optional*, defaults to `"vanilla"`): `"vanilla"`, `"gated"` or `"rnn"`.
+        confidence_head (`bool`, *optional*, defaults to `True`): Whether to train one.
+        draft_vocab_size (`int`, *optional*): Size of a reduced draft vocabulary, chosen from the answers.
+        train_lm_head (`bool`, *optional*, defaults to `False`): Whether a reduced LM head is trained, or stays the
+        target's.
+        mask_token_id (`int`, *optional*): An unused embedding row; found by itself where possible.
+        bigram_start (`bool`, *optional*, defaults to `True`): Start the sequential head from bigrams of the answers.
+        target_layer_start (`bool`, *optional*, defaults to `False`): Start the draft's layers from the target's last
+        ones.
+    """
+
+    draft_num_layers: int = field(default=2, metadata={"help": "Draft layers."})
+    block_size: int = field(default=7, metadata={"help": "Slots per block."})
+    num_taps: int = field(default=5, metadata={"help": "Target layers to read."})
+    markov_rank: int = field(default=256, metadata={"help": "Rank of the sequential head; 0 for DFlash."})
+    markov_head_type: str = field(default="vanilla", metadata={"help": "vanilla, gated or rnn."})
+    confidence_head: bool = field(default=True, metadata={"help": "Whether to train a confidence head."})
+    draft_vocab_size: int | None = field(default=None, metadata={"help": "Size of a reduced draft vocabulary."})
+    train_lm_head: bool = field(default=False, metadata={"help": "Whether a reduced LM head is trained."})
+    mask_token_id: int | None = field(default=None, metadata={"help": "An unused embedding row."})
+    bigram_start: bool = field(default=True, metadata={"help": "Start the sequential head from bigrams."})
+    target_layer_start: bool = field(default=False, metadata={"help": "Start the layers from the target's last ones."})
+
+
+def train_draft(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data_arguments: DataArguments,
+    draft_arguments: DraftArguments,
+    arguments: DSparkTrainingArguments,
+) -> tuple[DSparkDraftModel, dict[str, float]]:
+    """Train a draft and save it to `arguments.output_dir`; a run that was killed goes on from its last checkpoint.
+
+    Args:
+        target (`PreTrainedModel`): The frozen target.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+        data_arguments (`DataArguments`): Where the data is.
+        draft_arguments (`DraftArguments`): What to train.
+        arguments (`DSparkTrainingArguments`): How.
+
+    Returns:
+        `tuple`: the draft, and its figures on the held-out sequences.
+
+    Raises:
+        ValueError: If the data, the draft or the folder's earlier run do not fit.
+    """
+    train, held_out = read_sequences(tokenizer, data_arguments)
+    set_seed(arguments.seed)
+    draft = new_draft(target, tokenizer, train, draft_arguments)
+    draft.config.training_info = _training_info(tokenizer, data_arguments, draft_arguments, train)
+    train_data, held_out_data = (SequenceDataset(part, data_arguments.max_length) for part in (train, held_out))
+    if data_arguments.feature_cache is not None:
+        train_data, held_out_data = (
+            FeatureCache(Path(data_arguments.feature_cache) / name, part, target, draft.config.target_layer_ids)
+            for name, part in (("train", train_data), ("held_out", held_out_data))
+        )
+    trainer = DSparkTrainer(draft, target, arguments, train_dataset=train_data, eval_dataset=held_out_data)
+    trainer.train(resume_from_checkpoint=_last_checkpoint(arguments.output_dir))
+    figures = trainer.evaluate()
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        Path(arguments.output_dir, "held_out.json").write_text(json.dumps(figures, indent=2))
+    return draft, figures
+
+
+def read_sequences(
+    tokenizer: PreTrainedTokenizerBase, arguments: DataArguments
+) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
+    """Read the data and set a part aside, the same one in every run over the same rows.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        arguments (`DataArguments`): Where the data is.
+
+    Returns:
+        `tuple`: training and held-out sequences.
+
+    Raises:
+        ValueError: If a row is malformed, or too few are left for either part.
+    """
+    if not 0 < arguments.held_out < 1:
+        raise ValueError(f"`held_out` must lie in (0, 1), got {arguments.held_out}.")
+    rows = read_rows([Path(path) for path in arguments.data])
+    sequences = [encode_row(place, row, tokenizer, arguments.enable_thinking) for place, row in rows]
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(sequences), generator=generator).tolist()
+    count = max(1, round(arguments.held_out * len(sequences)))
+    if count >= len(sequences):
+        raise ValueError(f"{len(sequences)} sequences cannot be split into training and held-out ones. Add data.")
+    return [sequences[i] for i in sorted(order[count:])], [sequences[i] for i in sorted(order[:count])]
+
+
+def new_draft(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: list[TrainingSequence],
+    arguments: DraftArguments,
+) -> DSparkDraftModel:
+    """A fresh draft for a target, with the starting values asked for.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+        sequences (`list[TrainingSequence]`): Training data; the vocabulary and the bigrams come from it.
+        arguments (`DraftArguments`): What to build.
+
+    Returns:
+        [`DSparkDraftModel`], fp32, on the CPU.
+    """
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    mask_token_id = arguments.mask_token_id
+    if mask_token_id is None:
+        mask_token_id = find_mask_token_id(tokenizer, vocab_size, sequences)
+    config = DSparkConfig.from_target(
+        target.config,
+        mask_token_id=mask_token_id,
+        num_hidden_layers=arguments.draft_num_layers,
+        num_taps=arguments.num_taps,
+        block_size=arguments.block_size,
+        markov_rank=arguments.markov_rank,
+        markov_head_type=arguments.markov_head_type,
+        enable_confidence_head=arguments.confidence_head,
+        confidence_head_with_markov=arguments.confidence_head and arguments.markov_rank > 0,
+        draft_vocab_size=arguments.draft_vocab_size,
+    )
+    draft = DSparkDraftModel(config)
+    if config.draft_vocab_size is not None:
+        end_tokens = [i for i in [tokenizer.eos_token_id] if i is not None]
+        kept_ids, coverage = choose_vocabulary(sequences, config.draft_vocab_size, end_tokens)
+        logger.warning(f"The reduced vocabulary of {len(kept_ids)} tokens covers {coverage:.2%} of the answers.")
+        copy_target_head(draft, target, kept_ids)
+        draft.lm_head.requires_grad_(arguments.train_lm_head)
+    if arguments.target_layer_start:
+        start_from_target_layers(draft, target)
+    if arguments.bigram_start and config.markov_rank:
+        start_from_bigrams(draft, sequences)
+    return draft
+
+
+def _training_info(
+    tokenizer: PreTrainedTokenizerBase,
+    data_arguments: DataArguments,
+    draft_arguments: DraftArguments,
+    sequences: list[TrainingSequence],
+) -> dict[str, Any]:
+    return {
+        "chat_template_sha256": template_hash(tokenizer),
+        "enable_thinking": data_arguments.enable_thinking,
+        "num_sequences": len(sequences),
+        "num_answer_tokens": sum(len(q.input_ids) - q.num_prompt_tokens for q in sequences),
+        "data_files": [Path(path).name for path in data_arguments.data],
+        "bigram_start": draft_arguments.bigram_start,
+        "target_layer_start": draft_arguments.target_layer_start,
+        "versions": {
+            "dspark_hf": __version__,
+            "transformers": transformers.__version__,
+            "torch": torch.__version__,
+        },
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _last_checkpoint(output_dir: str) -> str | None:
+    return get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None

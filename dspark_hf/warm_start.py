@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting values for a new draft that beat random ones; each is an option, none changes what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from .data import TrainingSequence
+from .modeling_dspark import DSparkDraftModel
+
+
+@torch.no_grad()
+def copy_target_head(draft: DSparkDraftModel, target: PreTrainedModel, kept_ids: Sequence[int]) -> None:
+    """Give a draft with a reduced vocabulary its map, and the target's LM-head rows of it.
+
+    Args:
+        draft (`DSparkDraftModel`): With `draft_vocab_size == len(kept_ids)`; changed in place.
+        target (`PreTrainedModel`): The target.
+        kept_ids (`Sequence[int]`): Ascending target ids.
+    """
+    ids = torch.tensor(kept_ids, device=draft.d2t.device)
+    draft.d2t.copy_(ids - torch.arange(len(kept_ids), device=ids.device))
+    rows = target.get_output_embeddings().weight[ids.to(target.device)]
+    draft.lm_head.weight.copy_(rows.to(draft.lm_head.weight))
+
+
+@torch.no_grad()
+def start_from_bigrams(
+    draft: DSparkDraftModel, sequences: Sequence[TrainingSequence], smoothing: float = 1.0, scale: float = 1.0
+) -> float:
+    """Set the sequential head to the low-rank part of how a token changes the odds of the next.
+
+    The table log p(next | previous) / p(next), counted over the answers and smoothed towards 0, is factored by a
+    truncated SVD into W_1 and W_2 (Eq 5).
+
+    Args:
+        draft (`DSparkDraftModel`): With a sequential head; changed in place.
+        sequences (`Sequence[TrainingSequence]`): Training data.
+        smoothing (`float`, *optional*, defaults to 1.0): Pseudo-counts, spread as the unigram distribution.
+        scale (`float`, *optional*, defaults to 1.0): Factor on the table.
+
+    Returns:
+        `float`: Share of the table's squared norm that the rank keeps, in [0, 1].
+
+    Raises:
+        ValueError: If the draft has no sequential head.
+    """
+    head = draft.markov_head
+    if head is None:
+        raise ValueError("`start_from_bigrams` needs a sequential head, but `markov_rank` is 0.")
+    kept = draft.draft_token_ids()
+    size = kept.shape[0] if kept is not None else draft.config.vocab_size
+    position = torch.full((draft.config.vocab_size,), -1, dtype=torch.long)
+    position[kept.cpu() if kept is not None else torch.arange(size)] = torch.arange(size)
+    pairs = _bigrams(sequences, position)
+    indices, counts = pairs.unique(dim=1, return_counts=True)
+    counts = counts.float()
+    next_counts = torch.zeros(size).index_add_(0, indices[1], counts)
+    next_probs = (next_counts + 0.1) / (next_counts.sum() + 0.1 * size)
+    totals = torch.zeros(size).index_add_(0, indices[0], counts)
+    # A pair that was not seen keeps 0: with smoothing towards the unigram, its log-ratio is a constant of the row.
+    smoothed = (counts + smoothing * next_probs[indices[1]]) / (totals[indices[0]] + smoothing)
+    unseen = smoothing / (totals[indices[0]] + smoothing)
+    values = scale * (smoothed / next_probs[indices[1]] / unseen).log()
+    table = torch.sparse_coo_tensor(indices, values, (size, size)).coalesce()
+    rank = head.markov_w1.embedding_dim
+    u, s, v = torch.svd_lowrank(table, q=min(rank, size), niter=4)
+    rows = (kept if kept is not None else torch.arange(size)).to(head.markov_w1.weight.device)
+    head.markov_w1.weight.zero_()
+    head.markov_w1.weight[rows, : s.shape[0]] = (u * s.sqrt()).to(head.markov_w1.weight)
+    head.markov_w2.weight.zero_()
+    head.markov_w2.weight[:, : s.shape[0]] = (v * s.sqrt()).to(head.markov_w2.weight)
+    return float(s.pow(2).sum() / values.pow(2).sum())
+
+
+@torch.no_grad()
+def start_from_target_layers(draft: DSparkDraftModel, target: PreTrainedModel) -> None:
+    """Copy the target's last layers and its final norm into the draft, and let the context projection average the
+    taps.
+
+    Only tensors of equal shape are copied (Llama and Qwen3 style targets share names with the draft).
+
+    Args:
+        draft (`DSparkDraftModel`): Changed in place.
+        target (`PreTrainedModel`): The target.
+    """
+    layers = target.base_model.layers
+    for layer, source in zip(draft.layers, layers[len(layers) - len(draft.layers) :], strict=True):
+        tensors = dict(source.named_parameters())
+        for name, parameter in layer.named_parameters():
+            if name in tensors and tensors[name].shape == parameter.shape:
+                parameter.copy_(tensors[name].to(parameter))
+    draft.norm.weight.copy_(target.base_model.norm.weight.to(draft.norm.weight))
+    hidden, taps = draft.config.hidden_size, len(draft.config.target_layer_ids)
+    draft.fc.weight.copy_(torch.eye(hidden).repeat(1, taps).to(draft.fc.weight) / taps)
+
+
+def _bigrams(sequences: Sequence[TrainingSequence], position: torch.Tensor) -> torch.Tensor:
+    """Pairs of neighbours in the answers, as draft ids, [2, count]; pairs outside the vocabulary left out."""
+    pairs = []
+    for sequence in sequences:
+        answer = position[torch.tensor(sequence.input_ids[max(0, sequence.num_prompt_tokens - 1) :])]
+        pairs.append(torch.stack([answer[:-1], answer[1:]]))
+    joined = torch.cat(pairs, dim=1)
+    return joined[:, (joined >= 0).all(dim=0)]
