@@ -2,8 +2,7 @@
 """The drafting half of a round: context in, one parallel pass, the sequential chain, and where to cut it.
 
 Legend: R requests (1 here), c context tokens, g block_size, k drafts, m captured layers, d hidden, V target
-vocabulary,
-D draft vocabulary (= V unless reduced). q is the draft's distribution after the mirrored processors.
+vocabulary, D draft vocabulary (= V unless reduced). q is the draft's distribution after the mirrored processors.
 """
 
 from __future__ import annotations

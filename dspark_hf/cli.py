@@ -99,9 +99,15 @@ def _load(target: str | None, draft: str | None, dtype: str, device: str | None)
 
 
 def _set_knobs(draft: DSparkDraftModel, num_tokens: int | None, threshold: float | None, schedule: str | None) -> None:
-    draft.generation_config.num_assistant_tokens = num_tokens
-    draft.generation_config.assistant_confidence_threshold = threshold
-    draft.generation_config.num_assistant_tokens_schedule = schedule
+    """Options that were given; what was saved with the draft stays otherwise."""
+    chosen = {
+        "num_assistant_tokens": num_tokens,
+        "assistant_confidence_threshold": threshold,
+        "num_assistant_tokens_schedule": schedule,
+    }
+    for name, value in chosen.items():
+        if value is not None:
+            setattr(draft.generation_config, name, value)
 
 
 def _sampling_arguments(temperature: float, top_p: float) -> dict[str, Any]:
@@ -141,7 +147,7 @@ def compare_command(
         with status.status("Loading the models (the default target is fetched and converted once)..."):
             model, draft_model, tokenizer = _load(target, draft, dtype, device)
         _set_knobs(draft_model, num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
-        transformers.set_seed(seed)
+        torch.manual_seed(seed)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=errors, transient=True) as progress:
             task = progress.add_task("Generating with and without DSpark", total=2 * repeats * len(chosen))
@@ -184,7 +190,7 @@ def generate(
         with errors.status("Loading the models..."):
             model, draft_model, tokenizer = _load(target, draft, dtype, device)
         _set_knobs(draft_model, num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
-        transformers.set_seed(seed)
+        torch.manual_seed(seed)
         inputs = {name: value.to(model.device) for name, value in encode_prompt(tokenizer, text, raw).items()}
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         assistant = {} if plain else {"assistant_model": draft_model}

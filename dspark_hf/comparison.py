@@ -153,8 +153,7 @@ def compare(
     """Run every prompt with and without the draft.
 
     The two alternate, and the one that goes first changes from prompt to prompt, so that a machine that slows down
-    does
-    not favour either. A few tokens are generated beforehand to warm both up.
+    does not favour either. A few tokens are generated beforehand to warm both up.
 
     Args:
         target (`PreTrainedModel`): The model that generates.

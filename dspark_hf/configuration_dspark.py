@@ -43,14 +43,13 @@ class DSparkConfig(PreTrainedConfig):
         mask_token_id (`int`): Row of the target's embedding that stands for "to be drafted".
         target_layer_ids (`list[int]`):
             Target layers whose outputs are read, 0-based, in concatenation order: id l is `hidden_states[l + 1]`, -1
-            is
-            the embedding output. The target's last layer is not allowed (transformers returns it after the final
+            is the embedding output. The target's last layer is not allowed (transformers returns it after the final
             norm).
         num_target_layers (`int`, *optional*): Depth of the target, to check the ids early.
         sample_from_anchor (`bool`, *optional*, defaults to `True`):
             Slot convention. `True`: slot k predicts position anchor + 1 + k, `block_size` drafts. `False` (the
-            original
-            DFlash): slot 0 repeats the anchor and is dropped, slot k predicts anchor + k, `block_size - 1` drafts.
+            original DFlash): slot 0 repeats the anchor and is dropped, slot k predicts anchor + k, `block_size - 1`
+            drafts.
         markov_rank (`int`, *optional*, defaults to 256): Rank r of the sequential head; 0 for none (DFlash).
         markov_head_type (`str`, *optional*, defaults to `"vanilla"`): `"vanilla"` (Eq 5), `"gated"` or `"rnn"` (Eq 6).
         enable_confidence_head (`bool`, *optional*, defaults to `True`): Whether there is a confidence head (Eq 7).
@@ -61,7 +60,7 @@ class DSparkConfig(PreTrainedConfig):
             `d2t` from draft ids to target ids, stored as offsets. `None`: the target's whole LM head is used.
         target_name_or_path (`str`, *optional*): The target the draft was trained for, for messages.
         training_info (`dict`, *optional*): What the draft was trained on: template hash, thinking mode, data,
-        versions.
+            versions.
 
     Raises:
         ValueError: On any contradiction above, with the field, the value received and the remedy.

@@ -2,8 +2,7 @@
 """The decoding loop: draft, verify, accept, commit, round after round. One request (R = 1).
 
 It takes the place of transformers' assisted loop for DSpark drafts. What that loop leaves to block ends happens token
-by
-token here (stop strings, custom criteria), and a reused chat cache is continued, not filled twice.
+by token here (stop strings, custom criteria), and a reused chat cache is continued, not filled twice.
 
 Legend: s text, k drafts, V vocabulary. p is the target's distribution, q the draft's.
 """

@@ -2,8 +2,7 @@
 """Target features on disk, so that only the first epoch pays for the target's forward.
 
 A folder of safetensors shards with a manifest: O(d) per token, checksummed, resumable, and tied to one target, one
-list
-of layers and one list of sequences.
+list of layers and one list of sequences.
 """
 
 from __future__ import annotations

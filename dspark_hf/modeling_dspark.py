@@ -106,8 +106,7 @@ class DSparkAttention(nn.Module):
             context (`torch.Tensor` of shape `(b, c, d)`): Projected context (Eq 2), not normed again.
             position_embeddings (`tuple`): cos and sin, each `(b, c + q, e)`.
             attention_mask (`torch.BoolTensor`, *optional*): `(b or 1, 1, q, keys)`, True = visible; `None`: the mask
-            of
-                decoding, where every slot sees the whole context (or the window before the anchor) and the whole
+                of decoding, where every slot sees the whole context (or the window before the anchor) and the whole
                 block.
             cache (`DraftCache`, *optional*): Earlier context.
 
@@ -265,6 +264,8 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         # `None` fields mean "nobody chose": transformers' merged defaults never reach this object.
         self.generation_config = GenerationConfig()
+        # Rows of a target embedding that a checkpoint carried, to recognise a wrong target; not saved.
+        self.embedding_sample: dict[int, torch.Tensor] = {}
         self.post_init()
 
     def get_input_embeddings(self) -> None:
@@ -284,7 +285,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             NotImplementedError: If the target is no decoder-only language model.
             ValueError: If the two do not fit (hidden size, vocabulary, layers, mask token).
         """
-        return bind(target, self.config)
+        return bind(target, self.config, self.embedding_sample)
 
     def forward(
         self,
@@ -360,7 +361,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
 
         Raises:
             ValueError: If the folder holds no draft, or its weights are unreadable, incomplete or do not fit the
-            config.
+                config.
             NotImplementedError: If the format is known but cannot be used here; the message says what serves it.
         """
         source = str(pretrained_model_name_or_path)
@@ -374,6 +375,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             )
         check_loaded(model, info, source)
         model.generation_config = _read_generation_config(pretrained_model_name_or_path, kwargs)
+        model.embedding_sample = checkpoints.read_embedding_sample(pretrained_model_name_or_path, kwargs)
         return (model, info) if return_info else model
 
     def save_pretrained(

@@ -12,8 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from .configuration_dspark import DSparkConfig
+
+
+logger = logging.get_logger("transformers.dspark_hf.pairing")
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,16 @@ def _to_module(inputs: torch.Tensor, module: nn.Module) -> torch.Tensor:
     return inputs.to(weight.device)
 
 
-def bind(target: PreTrainedModel, config: DSparkConfig) -> TargetBinding:
+def bind(
+    target: PreTrainedModel, config: DSparkConfig, embedding_sample: dict[int, torch.Tensor] | None = None
+) -> TargetBinding:
     """Check that a draft of this configuration fits the target, and bind the shared modules.
 
     Args:
         target (`PreTrainedModel`): A decoder-only model with an LM head.
         config (`DSparkConfig`): The draft's configuration.
+        embedding_sample (`dict[int, torch.Tensor]`, *optional*):
+            Rows of the embedding of the target that the draft was trained for; a difference is warned of.
 
     Returns:
         [`TargetBinding`]
@@ -120,9 +128,26 @@ def bind(target: PreTrainedModel, config: DSparkConfig) -> TargetBinding:
             f"`mask_token_id` must be a row of the target's embedding, which has {num_rows}, got "
             f"{config.mask_token_id}. The draft was made for another target, or for one with added tokens."
         )
+    _compare_embedding(embed_tokens, embedding_sample or {}, name)
     logit_scale = float(getattr(text_config, "logit_scale", None) or 1.0)
     logit_scale /= float(getattr(text_config, "logits_scaling", None) or 1.0)
     return TargetBinding(embed_tokens, lm_head, logit_scale, getattr(text_config, "final_logit_softcapping", None))
+
+
+def _compare_embedding(embed_tokens: nn.Module, sample: dict[int, torch.Tensor], name: str) -> None:
+    """The target's own embedding is used in any case; another one than in training is worth a warning."""
+    weight = getattr(embed_tokens, "weight", None)
+    if not sample or weight is None or weight.device.type == "meta" or not weight.is_floating_point():
+        return
+    ids = [i for i in sample if i < weight.shape[0]]
+    ours = weight[ids].float().cpu()
+    theirs = torch.stack([sample[i] for i in ids]).float()
+    # Generous: the same weights in another precision pass, a fine-tuned target does not.
+    if not torch.allclose(ours, theirs, rtol=2e-2, atol=1e-3):
+        logger.warning_once(
+            f"The draft was trained with another embedding than that of {name}. Outputs stay right, but it may be "
+            "accepted less: is it the target the draft was made for, or a fine-tuned one?"
+        )
 
 
 def _check_fit(config: DSparkConfig, text_config, name: str) -> None:

@@ -2,8 +2,7 @@
 """Training data: prompts from a file, a data set or the target itself, and answers that the target writes.
 
 A draft has to predict its target, so the answers are the target's own, with its own chat template. Rows are appended
-to
-a JSON Lines file as they finish; a killed run loses the answers in flight, and the same command continues it.
+to a JSON Lines file as they finish; a killed run loses the answers in flight, and the same command continues it.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class RowGenerator:
 
     Args:
         target (`PreTrainedModel`): A decoder-only target with full attention; its attention implementation is set to
-            [`GROUPED_ATTENTION`].
+                [`GROUPED_ATTENTION`].
         settings (`SamplingSettings`): How answers are sampled.
         eos_token_ids (`frozenset[int]`): Tokens that end an answer.
         num_rows (`int`, *optional*, defaults to 64): R.

@@ -96,10 +96,9 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
 
     With a `threshold`: at the first slot whose own confidence is below it. Without: slot k is sent while the chance
     that its whole prefix survives, times the length of the round so far, outweighs the cost of one more verified
-    token:
-    `a_k * (1 + k * cost) > cost * (1 + a_0 + ... + a_{k-1})`, with cost in units of a round without drafts. That is
-    the
-    first drop of tokens per second for a verification time that is linear in its tokens (Algorithm 1 for one request).
+    token, `a_k * (1 + k * cost) > cost * (1 + a_0 + ... + a_{k-1})`, with cost in units of a round without drafts.
+    That is the first drop of tokens per second for a verification time that is linear in its tokens (Algorithm 1 for
+    one request).
 
     Both sides are learned from the rounds so far. The acceptance of each slot corrects its confidence, with a few
     pseudo-rounds of prior. The cost follows the measured round times, but only if `learn_cost`: under sampling the

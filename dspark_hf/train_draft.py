@@ -67,11 +67,11 @@ class DraftArguments:
         confidence_head (`bool`, *optional*, defaults to `True`): Whether to train one.
         draft_vocab_size (`int`, *optional*): Size of a reduced draft vocabulary, chosen from the answers.
         train_lm_head (`bool`, *optional*, defaults to `False`): Whether a reduced LM head is trained, or stays the
-        target's.
+            target's.
         mask_token_id (`int`, *optional*): An unused embedding row; found by itself where possible.
         bigram_start (`bool`, *optional*, defaults to `True`): Start the sequential head from bigrams of the answers.
         target_layer_start (`bool`, *optional*, defaults to `False`): Start the draft's layers from the target's last
-        ones.
+            ones.
     """
 
     draft_num_layers: int = field(default=2, metadata={"help": "Draft layers."})

@@ -35,8 +35,7 @@ class DSparkTrainingArguments(TrainingArguments):
     """Arguments of [`DSparkTrainer`]: transformers' `TrainingArguments`, with the paper's recipe as defaults.
 
     Different from the parent: `learning_rate` 6e-4, cosine schedule with 4 % warm-up, no weight decay, length
-    grouping,
-    columns kept.
+    grouping, columns kept.
 
     Args:
         num_anchors (`int`, *optional*, defaults to 512): Most blocks per sequence.
@@ -253,8 +252,7 @@ class DSparkTrainer(Trainer):
     """transformers' Trainer for a draft; the target stays frozen, outside the modules that are trained and saved.
 
     Anchors are drawn from (seed, epoch, row), not from a shared stream, so that the same rows give the same loss
-    however
-    they are split into micro-batches and processes, and after a resume.
+    however they are split into micro-batches and processes, and after a resume.
 
     Args:
         draft (`DSparkDraftModel`): The model to train, in fp32.
@@ -303,7 +301,7 @@ class DSparkTrainer(Trainer):
 
     @property
     def draft(self) -> DSparkDraftModel:
-        """[`DSparkDraftModel`]: The model being trained, unwrapped."""
+        """`DSparkDraftModel`: The model being trained, unwrapped."""
         return self.accelerator.unwrap_model(self.model)
 
     @property

@@ -11,7 +11,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from transformers import PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 
 from ..configuration_dspark import DSparkConfig
 from . import deepspec, speculators
@@ -74,4 +77,33 @@ def convert_config(config: dict[str, Any], source: str) -> DSparkConfig:
     raise refuse(config, source)
 
 
-__all__ = ["convert_config", "hub_arguments", "read_config"]
+def read_embedding_sample(
+    name_or_path: str | os.PathLike, load_arguments: dict[str, Any], num_rows: int = 16
+) -> dict[int, torch.Tensor]:
+    """Some rows of the frozen target embedding that published drafts carry: they tell whether a target is theirs.
+
+    Args:
+        name_or_path (`str` or `os.PathLike`): Hub id or folder.
+        load_arguments (`dict[str, Any]`): Arguments of `from_pretrained`; those that find files are used.
+        num_rows (`int`, *optional*, defaults to 16): Rows to read, spread over the vocabulary.
+
+    Returns:
+        `dict[int, torch.Tensor]`: token id to row `(d,)`; empty where the checkpoint has no embedding or many files.
+    """
+    path = cached_file(
+        name_or_path,
+        SAFE_WEIGHTS_NAME,
+        _raise_exceptions_for_missing_entries=False,
+        **hub_arguments(load_arguments),
+    )
+    if path is None:
+        return {}
+    with safe_open(path, framework="pt") as file:
+        if "embed_tokens.weight" not in file.keys():  # noqa: SIM118 (the file is no dictionary)
+            return {}
+        rows = file.get_slice("embed_tokens.weight")
+        count = rows.get_shape()[0]
+        return {i: rows[i : i + 1][0] for i in range(0, count, max(1, count // num_rows))}
+
+
+__all__ = ["convert_config", "hub_arguments", "read_config", "read_embedding_sample"]

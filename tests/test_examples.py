@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every script in examples/ runs as a user would run it, on the default pair, with few tokens."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from dspark_hf.default_pair import default_draft_path, ensure_default_target
+
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# What each script must print besides the accepted length, as a regular expression.
+EXPECTED = {
+    "acceptance.py": r"(?m)^   0 +\d+ +[01]\.\d\d +[01]\.\d\d$",
+    "chat.py": r"user: Name three fruits\.\nassistant: .+(?s:.*)\[[1-9]\d* of \d+ prompt tokens cached",
+    "generate.py": r"--- plain, 12 tokens in(?s:.*)--- with the draft, 12 tokens in(?s:.*)same text: (yes|no)",
+    "own_pair.py": r"draft: 5 slots, reads target layers \[1, 8, 15, 22, 28\]",
+    "quantized_target.py": r"target: Linear8bitLt layers, \d+ MB",
+    "sampling.py": r"--- seed 0\n(?s:.*)--- seed 1\n(?s:.*)seed 0 again gives the same text: yes",
+    "streaming.py": r"\w+(?s:.*)\n---\n",
+}
+
+
+def run(script, arguments):
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, str(script), *arguments, "--max-new-tokens", "12"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="session")
+def results():
+    """What became of each script, run two at a time: half of their seconds go into imports."""
+    # In the cache that the scripts look into, so that the target is converted once at most.
+    pair = [str(ensure_default_target()), str(default_draft_path())]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        futures = {
+            script: pool.submit(run, script, pair if script.name == "own_pair.py" else []) for script in EXAMPLES
+        }
+    return {script: future.result() for script, future in futures.items()}
+
+
+def test_every_example_is_known():
+    assert [script.name for script in EXAMPLES] == sorted(EXPECTED)
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.name)
+def test_example_runs(script, results):
+    if script.name == "quantized_target.py" and find_spec("bitsandbytes") is None:
+        pytest.skip("needs bitsandbytes")
+    result = results[script]
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    assert re.search(EXPECTED[script.name], result.stdout), result.stdout
+    accepted_lengths = re.findall(r"accepted length:? (\d+\.\d\d)", result.stdout)
+    assert accepted_lengths
+    assert all(1 <= float(length) <= 6 for length in accepted_lengths)  # 5 slots and the bonus token
+
+
+def test_one_half_of_a_pair_is_refused(monkeypatch, capsys):
+    script = ROOT / "examples" / "own_pair.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "only-a-target"])
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_path(str(script), run_name="__main__")
+    assert "give both, or neither" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.name)
+def test_example_is_short_and_says_how_to_run_it(script):
+    text = script.read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 80
+    assert f"\n    python examples/{script.name}" in text
+    assert '"--max-new-tokens"' in text
