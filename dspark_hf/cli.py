@@ -21,10 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 from . import __version__
 from .comparison import ComparisonSummary, PromptComparison, compare, encode_prompt, summarize
-from .default_pair import load_default_pair
+from .default_pair import ensure_default_target, load_default_pair
 from .metrics import collect_rounds
 from .modeling_dspark import DSparkDraftModel
+from .prepare_job import PrepareJob
 from .prompts import BUILTIN_PROMPTS, Prompt, read_prompts
+from .row_generation import SamplingSettings
 
 
 app = typer.Typer(
@@ -82,20 +84,34 @@ def _errors_in_words() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
+def _load_target(target: str | None, dtype: str, device: str | None) -> tuple:
+    transformers.logging.disable_progress_bar()
+    name = target if target is not None else ensure_default_target()
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=_dtype(dtype))
+    return model.to(_device(device)).eval(), tokenizer
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"`--dtype` must be bfloat16, float16 or float32, got {name!r}.")
+    return getattr(torch, name)
+
+
+def _device(name: str | None) -> str:
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _load(target: str | None, draft: str | None, dtype: str, device: str | None) -> tuple:
     transformers.logging.disable_progress_bar()
     if (target is None) != (draft is None):
         given, missing = ("--target", "--draft") if draft is None else ("--draft", "--target")
         raise ValueError(f"A draft fits one target only: `{given}` needs `{missing}` as well.")
-    if dtype not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"`--dtype` must be bfloat16, float16 or float32, got {dtype!r}.")
-    torch_dtype = getattr(torch, dtype)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if target is None:
-        return load_default_pair(dtype=torch_dtype, device=device)
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch_dtype).to(device).eval()
-    return model, DSparkDraftModel.from_pretrained(draft, dtype=torch_dtype).to(device).eval(), tokenizer
+        return load_default_pair(dtype=_dtype(dtype), device=_device(device))
+    model, tokenizer = _load_target(target, dtype, device)
+    draft_model = DSparkDraftModel.from_pretrained(draft, dtype=_dtype(dtype))
+    return model, draft_model.to(_device(device)).eval(), tokenizer
 
 
 def _set_knobs(draft: DSparkDraftModel, num_tokens: int | None, threshold: float | None, schedule: str | None) -> None:
@@ -209,6 +225,88 @@ def generate(
             f"{verified:.2f} tokens verified per token[/]",
             highlight=False,
         )
+
+
+@app.command()
+def prepare(
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON Lines file to write; continued if it exists.")],
+    prompts: Annotated[
+        list[Path] | None, typer.Option("--prompts", help="JSON Lines files of prompts (`messages` or `prompt`).")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="Or a data set of the Hub with such a column (extra: train).")
+    ] = None,
+    self_prompts: Annotated[
+        int, typer.Option("--self-prompts", "--self_prompts", min=0, help="Or so many prompts by the target itself.")
+    ] = 0,
+    self_prompt_start: Annotated[
+        list[str] | None,
+        typer.Option("--self-prompt-start", "--self_prompt_start", help="Words such prompts begin with; repeatable."),
+    ] = None,
+    target: Target = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    server: Annotated[
+        str | None, typer.Option("--server", help="Base URL of an OpenAI-compatible server that runs the target.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests in flight at the server.")] = 16,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.7,
+    top_k: Annotated[int, typer.Option("--top-k", "--top_k", min=1, help="Tokens to choose from.")] = 20,
+    top_p: TopP = 0.8,
+    seed: Seed = 0,
+    enable_thinking: Annotated[
+        bool | None, typer.Option("--enable-thinking/--no-thinking", help="The chat template's thinking switch.")
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Answers written at once on this machine.")] = 64,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Answer so many prompts at most.")] = None,
+) -> None:
+    """Let the target answer prompts: the data to train its draft on."""
+    with _errors_in_words():
+        sampling = SamplingSettings(max_new_tokens, temperature, top_k, top_p, seed)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=errors) as progress:
+            job = PrepareJob(
+                output=output,
+                prompt_files=tuple(prompts or ()),
+                dataset=dataset,
+                num_self_prompts=self_prompts,
+                self_prompt_starts=tuple(self_prompt_start or ("",)),
+                sampling=sampling,
+                enable_thinking=enable_thinking,
+                num_rows=rows,
+                limit=limit,
+            )
+            if server is not None:
+                if target is None:
+                    raise ValueError("`--server` needs `--target`: the name of the target at the server.")
+                added = job.run_at_server(server, target, concurrency, progress)
+            else:
+                added = job.run_here(*_load_target(target, dtype, device), progress)
+    console.print(f"{added} rows added to {output}.")
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Further options are those of transformers' TrainingArguments, for example --output_dir, "
+    "--num_train_epochs, --per_device_train_batch_size, --bf16.",
+)
+def train(
+    context: typer.Context,
+    target: Target = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+) -> None:
+    """Train a draft on answered conversations; run it again to go on after an interruption."""
+    from .train_draft import DataArguments, DraftArguments, train_draft  # the Trainer takes seconds to import
+    from .training import DSparkTrainingArguments
+
+    with _errors_in_words():
+        parser = transformers.HfArgumentParser((DataArguments, DraftArguments, DSparkTrainingArguments))
+        data_arguments, draft_arguments, arguments = parser.parse_args_into_dataclasses(context.args)
+        model, tokenizer = _load_target(target, dtype, device)
+        _, figures = train_draft(model, tokenizer, data_arguments, draft_arguments, arguments)
+    console.print_json(data=figures)
 
 
 @app.command()
