@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Geometry of training: the blocks of a sequence, what each sees and what it must predict. Imports torch only.
-only.
 
 All blocks of a sequence go through the draft in one forward: keys are the sequence's context followed by all blocks.
 Legend: b batch, s sequence, n anchors, g block_size, q = n * g.

@@ -185,6 +185,11 @@ class SequenceDataset(Dataset):
     def __len__(self) -> int:
         return len(self.sequences)
 
+    @property
+    def lengths(self) -> list[int]:
+        """`list[int]`: Tokens of each sequence."""
+        return [len(sequence.input_ids) for sequence in self.sequences]
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         sequence = self.sequences[index]
         return {

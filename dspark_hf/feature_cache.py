@@ -90,6 +90,11 @@ class FeatureCache(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
+    @property
+    def lengths(self) -> list[int]:
+        """`list[int]`: Tokens of each sequence, known without reading a feature."""
+        return self.dataset.lengths
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         shard = index // self.shard_size
         if shard not in self._open:

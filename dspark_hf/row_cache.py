@@ -77,7 +77,9 @@ class RowCacheLayer(CacheLayerMixin):
             rows (`torch.LongTensor`): Rows to keep, in their new order.
             lengths (`torch.LongTensor`): Their shared length tensor.
         """
-        self.keys, self.values, self.lengths = self.keys[rows], self.values[rows], lengths
+        self.lengths = lengths
+        if self.is_initialized:
+            self.keys, self.values = self.keys[rows], self.values[rows]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -141,16 +143,23 @@ class RowCache(Cache):
         self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
         super().__init__(layers=[RowCacheLayer(self.lengths) for _ in range(num_layers)])
 
-    def fill(self, rows: list[int], prompts: DynamicCache, lengths: list[int]) -> None:
+    def fill(self, rows: list[int], prompts: DynamicCache) -> None:
         """Take in prefilled prompts.
 
         Args:
             rows (`list[int]`): Rows to overwrite.
             prompts (`DynamicCache`): Cache of a right-padded batch of prompts.
-            lengths (`list[int]`): Tokens of each prompt.
         """
         for layer, filled in zip(self.layers, prompts.layers, strict=True):
             layer.fill(rows, filled.keys, filled.values)
+
+    def set_lengths(self, rows: list[int], lengths: list[int]) -> None:
+        """Say how many tokens rows hold.
+
+        Args:
+            rows (`list[int]`): Rows.
+            lengths (`list[int]`): Tokens of each; 0 forgets what a row held.
+        """
         self.lengths[rows] = torch.tensor(lengths, device=self.lengths.device)
 
     def begin_step(self) -> torch.Tensor:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
 from ._compat import CACHE_KEY
 from .modeling_dspark import eager_attention
@@ -21,6 +22,11 @@ from .row_cache import RowCache
 # One query per row: grouped matmuls are several times faster on a CPU than its SDPA kernel on repeated heads.
 GROUPED_ATTENTION = "dspark_grouped"
 AttentionInterface.register(GROUPED_ATTENTION, eager_attention)
+# Without a mask of its own, an implementation is handed none, and would attend to the future. Never left away, since
+# `eager_attention` reads "no mask" as "everything is visible".
+AttentionMaskInterface.register(
+    GROUPED_ATTENTION, lambda *args, **kwargs: sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
+)
 
 
 @dataclass(frozen=True)
@@ -109,8 +115,8 @@ class RowGenerator:
     """Answers requests in R rows that are refilled as they end.
 
     Args:
-        target (`PreTrainedModel`): A decoder-only target with full attention; its attention implementation is set to
-                [`GROUPED_ATTENTION`].
+        target (`PreTrainedModel`): A decoder-only target with full attention; while [`run`] runs, its attention
+            implementation is [`GROUPED_ATTENTION`].
         settings (`SamplingSettings`): How answers are sampled.
         eos_token_ids (`frozenset[int]`): Tokens that end an answer.
         num_rows (`int`, *optional*, defaults to 64): R.
@@ -133,7 +139,6 @@ class RowGenerator:
                 f"Answers are written in rows for full-attention targets only, got layers {sorted(kinds)} in "
                 f"{type(target).__name__}. Serve the target and pass the server's URL instead."
             )
-        target.set_attn_implementation(GROUPED_ATTENTION)
         self.target, self.settings, self.eos_token_ids = target, settings, eos_token_ids
         self.generator = torch.Generator(device=target.device).manual_seed(settings.seed)
         self.cache = RowCache(config.num_hidden_layers, num_rows, target.device)
@@ -153,16 +158,21 @@ class RowGenerator:
         """
         waiting = iter(requests)
         exhausted = False
-        while True:
-            free = [row for row, request in enumerate(self.rows) if request is None]
-            if not exhausted and len(free) >= max(1, len(self.rows) // 12):
-                exhausted = not self._admit(free, waiting)
-            active = [row for row, request in enumerate(self.rows) if request is not None]
-            if not active:
-                return
-            if exhausted and len(active) <= 0.75 * len(self.rows):
-                self._shrink(active)
-            yield from self._step()
+        as_found = self.target.config._attn_implementation
+        self.target.set_attn_implementation(GROUPED_ATTENTION)
+        try:
+            while True:
+                free = [row for row, request in enumerate(self.rows) if request is None]
+                if not exhausted and len(free) >= max(1, len(self.rows) // 12):
+                    exhausted = not self._admit(free, waiting)
+                active = [row for row, request in enumerate(self.rows) if request is not None]
+                if not active:
+                    return
+                if exhausted and len(active) <= 0.75 * len(self.rows):
+                    self._shrink(active)
+                yield from self._step()
+        finally:
+            self.target.set_attn_implementation(as_found)
 
     def _admit(self, free: list[int], waiting: Iterator[RowRequest]) -> bool:
         """Prefill new prompts, all but their last token; False once there are none left."""
@@ -183,7 +193,8 @@ class RowGenerator:
                 use_cache=True,
                 **{CACHE_KEY: prompts},
             )
-            self.cache.fill(rows, prompts, lengths)  # padding lies behind each prompt and is overwritten
+            self.cache.fill(rows, prompts)  # padding lies behind each prompt and is overwritten
+        self.cache.set_lengths(rows, lengths)
         for row, request in zip(rows, taken, strict=True):
             self.rows[row], self.answers[row] = request, []
             self.current[row, 0] = request.prompt_ids[-1]

@@ -7,12 +7,14 @@ vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
 from .blocks import (
     AnchorBlocks,
@@ -35,7 +37,8 @@ class DSparkTrainingArguments(TrainingArguments):
     """Arguments of [`DSparkTrainer`]: transformers' `TrainingArguments`, with the paper's recipe as defaults.
 
     Different from the parent: `learning_rate` 6e-4, cosine schedule with 4 % warm-up, no weight decay, length
-    grouping, columns kept.
+    grouping, columns kept, and `ddp_find_unused_parameters` off: the heads run outside the wrapped forward, where the
+    search would take them for unused.
 
     Args:
         num_anchors (`int`, *optional*, defaults to 512): Most blocks per sequence.
@@ -45,6 +48,9 @@ class DSparkTrainingArguments(TrainingArguments):
         confidence_weight (`float`, *optional*, defaults to 1.0): Weight of Eq 11; without a confidence head it is 0.
         head_chunk_size (`int`, *optional*, defaults to 1024):
             Slots whose logits exist at once: peak memory grows with `head_chunk_size * V`, not with tokens times V.
+
+    Raises:
+        ValueError: If one of them is out of range.
     """
 
     learning_rate: float = 6e-4
@@ -53,12 +59,23 @@ class DSparkTrainingArguments(TrainingArguments):
     weight_decay: float = 0.0
     remove_unused_columns: bool = False
     train_sampling_strategy: str = "group_by_length"
+    ddp_find_unused_parameters: bool | None = False
     num_anchors: int = field(default=512, metadata={"help": "Most blocks per sequence."})
     loss_decay: float = field(default=4.0, metadata={"help": "Slots over which the weight of a slot falls by e."})
     cross_entropy_weight: float = field(default=0.1, metadata={"help": "Weight of the cross entropy."})
     total_variation_weight: float = field(default=0.9, metadata={"help": "Weight of the L1 distance."})
     confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence loss."})
     head_chunk_size: int = field(default=1024, metadata={"help": "Slots whose logits exist at once."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_anchors", "head_chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be >= 1, got {getattr(self, name)}.")
+        for name in ("cross_entropy_weight", "total_variation_weight", "confidence_weight"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` must be >= 0, got {getattr(self, name)}. 0 leaves that term out.")
+        decay_weights(1, self.loss_decay)
 
 
 @dataclass(frozen=True)
@@ -218,7 +235,7 @@ class BlockObjective:
         with torch.no_grad():
             q_label = torch.softmax(logits.float(), dim=-1).gather(-1, label_ids[:, None]).squeeze(-1) * known
             # P(this very token was an accepted draft), given that the target's text holds it: min(1, q / p).
-            ratios = (q_label / p_label).clamp(max=1.0)
+            ratios = (q_label / p_label.clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=1.0)
         return sums.cross_entropy, sums.total_variation, sums.confidence, sums.weight, rates, ratios
 
     def _slot_sums(
@@ -244,6 +261,26 @@ class BlockObjective:
         )
 
 
+class EpochLengthSampler(LengthGroupedSampler):
+    """transformers' length grouping, drawn from (seed, epoch) and not from a shared stream: a resumed epoch goes on in
+    its own order, and all processes agree on it.
+
+    Args:
+        lengths (`Sequence[int]`): Tokens of each row.
+        batch_size (`int`): Rows of a step.
+        seed (`int`): Seed.
+        epoch (`Callable`): Says which epoch begins.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, epoch: Callable[[], int]):
+        super().__init__(batch_size, lengths=list(lengths))
+        self.seed, self.epoch = seed, epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(hash((self.seed, self.epoch())) % 2**63)
+        return iter(get_length_grouped_indices(self.lengths, self.batch_size, generator=generator))
+
+
 def _collate_any(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return collate_features(rows) if "context" in rows[0] else collate(rows)
 
@@ -259,9 +296,18 @@ class DSparkTrainer(Trainer):
         target (`PreTrainedModel`): Its frozen target; moved to the training device.
         args (`DSparkTrainingArguments`): Arguments.
         kwargs (`Any`): As for `Trainer`: `train_dataset`, `eval_dataset` ([`SequenceDataset`]), `callbacks`, ...
+
+    Raises:
+        NotImplementedError: If the draft has the slot convention of the original DFlash.
+        ValueError: If the draft does not fit the target.
     """
 
     def __init__(self, draft: DSparkDraftModel, target: PreTrainedModel, args: DSparkTrainingArguments, **kwargs: Any):
+        if not draft.config.sample_from_anchor:
+            raise NotImplementedError(
+                "Drafts are trained with `sample_from_anchor=True` only, where slot 0 predicts the token after the "
+                "anchor, got False. Start from a new draft."
+            )
         kwargs.setdefault("data_collator", _collate_any)
         super().__init__(model=draft, args=args, **kwargs)
         # The loss is divided by the weights of the whole global batch here, not by the number of micro-batches there.
@@ -307,6 +353,15 @@ class DSparkTrainer(Trainer):
     @property
     def _epoch(self) -> int:
         return int(self.state.epoch or 0)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
+        """Length grouping that survives a resume; other strategies are the Trainer's."""
+        data = self.train_dataset if train_dataset is None else train_dataset
+        lengths = getattr(data, "lengths", None)
+        if self.args.train_sampling_strategy != "group_by_length" or lengths is None:
+            return super()._get_train_sampler(train_dataset)
+        rows_per_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return EpochLengthSampler(lengths, rows_per_step, self.args.seed, lambda: self._epoch)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """The normaliser of a step: the weights of all slots that count, over micro-batches and processes."""
@@ -368,12 +423,22 @@ class DSparkTrainer(Trainer):
         Returns:
             `tuple`: the loss and two `None`.
         """
-        inputs = self._prepare_inputs(inputs)
+        inputs = self._without_repeats(self._prepare_inputs(inputs))
         with torch.no_grad():
             return self.compute_loss(model, inputs).detach(), None, None
 
+    def _without_repeats(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Several processes fill up their last batch with rows from the start: these count nothing."""
+        state, mask = self.accelerator.gradient_state, inputs["loss_mask"]
+        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder < 1:
+            return inputs
+        at = self.accelerator.process_index * mask.shape[0] + torch.arange(mask.shape[0], device=mask.device)
+        return inputs | {"loss_mask": mask & (at < state.remainder)[:, None]}
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the loss terms, acceptance per slot, accepted length and confidence error since the last log.
+
+        The loss of an evaluation is that of all held-out slots together, not the mean over its batches.
 
         Args:
             logs (`dict[str, float]`): The Trainer's own.
@@ -384,6 +449,8 @@ class DSparkTrainer(Trainer):
             sums, slots = self._log_sums.pop(split)
             prefix = "eval_" if split == "eval" else ""
             logs |= {prefix + name: value for name, value in self._figures(sums, slots).items()}
+            if "eval_loss" in logs:
+                logs["eval_loss"] = self._total_loss(logs)
         super().log(logs, start_time)
 
     def _remember(self, split: str, sums: LossSums, slots: SlotSums) -> None:
@@ -409,3 +476,11 @@ class DSparkTrainer(Trainer):
             figures["confidence_loss"] = float(total(sums.confidence) / weight)
             figures["confidence_error"] = float(total(slots.confidence_error).sum() / count.sum())
         return figures | {f"acceptance_rate_{slot}": float(rate) for slot, rate in enumerate(rates)}
+
+    def _total_loss(self, logs: dict[str, float]) -> float:
+        weights = self.loss_weights
+        return (
+            weights.cross_entropy * logs["eval_cross_entropy"]
+            + weights.total_variation * 2 * logs["eval_total_variation"]
+            + weights.confidence * logs.get("eval_confidence_loss", 0.0)
+        )

@@ -65,7 +65,7 @@ def start_from_bigrams(
     smoothed = (counts + smoothing * next_probs[indices[1]]) / (totals[indices[0]] + smoothing)
     unseen = smoothing / (totals[indices[0]] + smoothing)
     values = scale * (smoothed / next_probs[indices[1]] / unseen).log()
-    table = torch.sparse_coo_tensor(indices, values, (size, size)).coalesce()
+    table = torch.sparse_coo_tensor(indices, values, (size, size), check_invariants=True).coalesce()
     rank = head.markov_w1.embedding_dim
     u, s, v = torch.svd_lowrank(table, q=min(rank, size), niter=4)
     rows = (kept if kept is not None else torch.arange(size)).to(head.markov_w1.weight.device)

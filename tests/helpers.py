@@ -61,7 +61,7 @@ TARGET_KINDS = tuple(_TARGETS)
 def tiny_target(
     kind: str = "qwen3", seed: int = 0, context_scale: float | None = None, vocab_size: int = VOCAB_SIZE
 ) -> PreTrainedModel:
-    """A 4-layer target without EOS; its residual branches are scaled by `context_scale`, so that it is nearly a bigram model."""
+    """A 4-layer target without EOS; its residual branches are scaled by `context_scale`: nearly a bigram model."""
     torch.manual_seed(seed)
     if context_scale is None:  # a tied bigram model repeats its token for ever: let more of the context in
         context_scale = 0.08 if kind == "llama_tied" else 0.015
@@ -153,7 +153,7 @@ def random_prompt(length: int, seed: int = 3, vocab_size: int = VOCAB_SIZE) -> t
 
 @torch.no_grad()
 def echo_draft(target: PreTrainedModel, seed: int = 1, **overrides) -> DSparkDraftModel:
-    """A DFlash draft (no sequential head) whose slot 0 is the target's bigram guess: the other slots are hardly ever right."""
+    """A DFlash draft (no sequential head) whose slot 0 is the target's bigram guess; the others are rarely right."""
     draft = random_draft(seed, **({"markov_rank": 0, "confidence_head_with_markov": False} | overrides))
     for layer in draft.layers:  # nothing but the residual stream: the slot's embedding
         layer.self_attn.o_proj.weight.mul_(0.01)
@@ -186,7 +186,7 @@ class Block:
 def uncached_block(
     target: PreTrainedModel, draft: DSparkDraftModel, text: torch.Tensor, token_ids: torch.Tensor | None = None
 ) -> Block:
-    """The block after `text` (anchor last), recomputed from nothing; the chain follows `token_ids`, or else its argmax."""
+    """The block after `text` (anchor last), from nothing; the chain follows `token_ids`, or else its own argmax."""
     config, binding = draft.config, draft.bind_target(target)
     states = target(text, output_hidden_states=True, use_cache=False).hidden_states
     context = torch.cat([states[i + 1] for i in config.target_layer_ids], dim=-1)[:, :-1]

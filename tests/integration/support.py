@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of `generate(assistant_model=draft)` share: a draft that proposes a known text, spies, comparisons.
 
-`scripted_draft` proposes the given text by position, every `spoil`-th token wrong, whatever the target is. So the rounds
-are known in advance (`expected_accepted`), and a position that is off by one shows as an acceptance that is not.
+`scripted_draft` proposes the given text by position, every `spoil`-th token wrong, whatever the target is. So the
+rounds are known in advance (`expected_accepted`), and a position that is off by one shows in them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STATIC_CACHE_CAN_CROP = CACHE_KEY == "cache"
 
 
 def lively_target(kind: str = "qwen3", seed: int = 0) -> PreTrainedModel:
-    """A tiny target that reads its whole context, so that its text neither repeats nor forgives a wrong cache or mask."""
+    """A tiny target that reads its whole context: its text does not repeat, nor forgive a wrong cache or mask."""
     return tiny_target(kind, seed, context_scale=1.0)
 
 
@@ -36,6 +36,7 @@ class ScriptedDraft(DSparkDraftModel):
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
         self.script: list[int] = []
+        self.script_logit = 20.0
         self.spoil = 3
         self.contexts: list[torch.Tensor] = []  # what each round was handed, and where it lies
         self.positions: list[torch.Tensor] = []
@@ -52,7 +53,7 @@ class ScriptedDraft(DSparkDraftModel):
             (self.script[p] + (p % self.spoil == 0)) % self.config.vocab_size if p < len(self.script) else 0
             for p in range(first, first + hidden.shape[1])
         ]
-        return torch.nn.functional.one_hot(torch.tensor([ids]), logits.shape[-1]).to(logits) * 20.0
+        return torch.nn.functional.one_hot(torch.tensor([ids]), logits.shape[-1]).to(logits) * self.script_logit
 
 
 def draft_config_for(target: PreTrainedModel, **overrides: Any) -> DSparkConfig:
@@ -204,11 +205,14 @@ def captured_log(name: str = "transformers.dspark_hf"):
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
+    level = logger.level
+    logger.setLevel(logging.WARNING)
     logger.addHandler(handler)
     try:
         yield messages
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def letter_tokenizer() -> PreTrainedTokenizerFast:
@@ -218,5 +222,9 @@ def letter_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
     )

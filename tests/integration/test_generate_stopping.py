@@ -6,7 +6,13 @@ import time
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
 
 import dspark_hf
 from tests.helpers import random_prompt
@@ -164,6 +170,26 @@ def test_an_exception_leaves_no_drafts_in_the_users_cache(kind, length, prompt):
     assert torch.equal(text, plain[:, : length + 4])
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_a_consumer_that_raises_leaves_a_cache_to_go_on_from(kind, prompt):
+    class Gone(StreamerSpy):
+        def put(self, value):
+            super().put(value)
+            if len(self.puts) == 4:
+                raise BrokenPipeError
+
+    target, streamer = lively_target(kind), Gone()
+    plain = generate(target, prompt)
+    cache = DynamicCache(config=target.config)
+    with pytest.raises(BrokenPipeError):
+        generate(target, prompt, scripted_draft(target, plain), streamer=streamer, **with_cache(cache))
+    length = sum(len(put) for put in streamer.puts)
+    assert cache.get_seq_length() == length - 1
+    assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
+    text = generate(target, plain[:, :length], max_new_tokens=4, **with_cache(cache))
+    assert torch.equal(text, plain[:, : length + 4])
+
+
 PROCESSORS = {
     "repetition_penalty": {"repetition_penalty": 1.5},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
@@ -174,13 +200,16 @@ PROCESSORS = {
     "min_new_tokens": {"min_new_tokens": 12, "eos_token_id": list(range(0, 60))},
     "min_length": {"min_length": 20, "eos_token_id": list(range(0, 60))},
     "forced_bos_token_id": {"forced_bos_token_id": 5},
-    "forced_eos_token_id": {"forced_eos_token_id": 2, "eos_token_id": 2},
-    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": 2},
+    "forced_eos_token_id": {"forced_eos_token_id": 95, "eos_token_id": 95},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": 95},
     "guidance_scale": {"guidance_scale": 1.5},
     "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": lambda batch_id, ids: list(range(len(ids) % 7, 97, 3))},
     "renormalize_logits": {"renormalize_logits": True, "repetition_penalty": 1.3},
     "remove_invalid_values": {"remove_invalid_values": True},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.5},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=4.0, seeding_scheme="selfhash")},
+    # It has a state of its own that every call advances.
+    "synthid": {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[654, 400, 836], ngram_len=3)},
 }
 
 

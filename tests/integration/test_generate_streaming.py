@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streamers get the text of plain generation, in blocks, and are always told that it ended."""
+
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache, TextIteratorStreamer, TextStreamer
+
+from tests.helpers import random_prompt
+from tests.integration.support import (
+    ForwardCounter,
+    StreamerSpy,
+    letter_tokenizer,
+    lively_target,
+    scripted_draft,
+    with_cache,
+)
+
+
+NUM_NEW = 18
+
+
+@pytest.fixture(scope="module")
+def target():
+    return lively_target()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return letter_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return random_prompt(11)
+
+
+@pytest.fixture(scope="module")
+def plain(target, prompt):
+    return target.generate(prompt, do_sample=False, max_new_tokens=NUM_NEW)
+
+
+@pytest.fixture(scope="module")
+def draft(target, plain):
+    return scripted_draft(target, plain)
+
+
+def generate(target, prompt, draft=None, **kwargs):
+    return target.generate(prompt, **({"do_sample": False, "max_new_tokens": NUM_NEW} | kwargs), assistant_model=draft)
+
+
+def test_blocks_arrive_as_they_are_committed(target, prompt, plain, draft):
+    spy = StreamerSpy()
+    generate(target, prompt, draft, streamer=spy)
+    # Nothing, then two drafts and the target's token per round; the last round is the target's token alone.
+    assert [len(put) for put in spy.puts] == [11, 1, 1, 3, 3, 3, 3, 3, 1]
+    assert sum(spy.puts, []) == plain[0].tolist()
+    assert spy.num_ends == 1
+
+
+def test_text_streamer_prints_the_text_of_plain_generation(target, tokenizer, prompt, draft, capsys):
+    for skip_prompt in (False, True):
+        generate(target, prompt, streamer=TextStreamer(tokenizer, skip_prompt=skip_prompt))
+        expected = capsys.readouterr().out
+        generate(target, prompt, draft, streamer=TextStreamer(tokenizer, skip_prompt=skip_prompt))
+        assert capsys.readouterr().out == expected
+        assert len(expected) > NUM_NEW
+
+
+def test_iterator_gives_the_text_of_plain_generation(target, tokenizer, prompt, plain, draft):
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=10)
+    thread = threading.Thread(target=generate, args=(target, prompt, draft), kwargs={"streamer": streamer})
+    thread.start()
+    pieces = list(streamer)
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    assert "".join(pieces) == tokenizer.decode(plain[0, 11:])
+
+
+def test_stop_inside_a_block_ends_the_stream_there(target, tokenizer, prompt, plain, draft):
+    spy = StreamerSpy()
+    text = generate(target, prompt, draft, streamer=spy, eos_token_id=int(plain[0, 14]))
+    assert sum(spy.puts, []) == text[0].tolist()
+    assert text.shape[1] <= 15
+
+
+def run_in_thread(target, tokenizer, *args, **kwargs):
+    """The pieces that a consumer gets and the error that the producer ended with."""
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=10)
+    errors = []
+
+    def produce():
+        try:
+            generate(target, *args, streamer=streamer, **kwargs)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=produce)
+    thread.start()
+    pieces = list(streamer)  # raises queue.Empty after the timeout where nobody says that it ended
+    thread.join(timeout=30)
+    assert not thread.is_alive()
+    return "".join(pieces), errors
+
+
+@pytest.mark.parametrize("num_forwards", [1, 3])
+def test_iterator_ends_when_the_target_fails(target, tokenizer, prompt, plain, draft, num_forwards):
+    class OutOfMemory(Exception):
+        pass
+
+    with ForwardCounter(target) as forwards:
+
+        def fail(module, args, kwargs):
+            if forwards.count >= num_forwards:
+                raise OutOfMemory
+
+        handle = target.register_forward_pre_hook(fail, with_kwargs=True)
+        text, errors = run_in_thread(target, tokenizer, prompt, draft)
+        handle.remove()
+    assert [type(error) for error in errors] == [OutOfMemory]
+    expected = {1: "", 3: tokenizer.decode(plain[0, 11:13])}
+    assert text == expected[num_forwards]
+
+
+def test_iterator_ends_when_a_criterion_fails(target, tokenizer, prompt, plain, draft):
+    def criterion(input_ids, scores, **kwargs):
+        if input_ids.shape[1] == 15:
+            raise RuntimeError("broken criterion")
+        return torch.tensor([False])
+
+    text, errors = run_in_thread(target, tokenizer, prompt, draft, stopping_criteria=[criterion])
+    assert [str(error) for error in errors] == ["broken criterion"]
+    assert tokenizer.decode(plain[0, 11:]).startswith(text)
+
+
+def test_iterator_ends_when_the_draft_fails(target, tokenizer, prompt, draft, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("broken draft")
+
+    monkeypatch.setattr(draft, "forward", fail)
+    text, errors = run_in_thread(target, tokenizer, prompt, draft)
+    assert [str(error) for error in errors] == ["broken draft"]
+    assert len(text) == 1  # the prefill's token
+
+
+def test_iterator_ends_when_the_call_is_refused_after_the_prompt(target, tokenizer, prompt, draft):
+    cache = DynamicCache(config=target.config)
+    cache.__class__ = type("Uncroppable", (DynamicCache,), {"is_croppable": property(lambda self: False)})
+    text, errors = run_in_thread(target, tokenizer, prompt, draft, **with_cache(cache))
+    assert text == ""
+    assert [type(error) for error in errors] == [ValueError]
+
+
+def test_a_streamer_that_fails_is_not_hidden(target, prompt, draft):
+    class Broken(StreamerSpy):
+        def put(self, value):
+            super().put(value)
+            if len(self.puts) == 3:
+                raise BrokenPipeError("consumer is gone")
+
+    spy = Broken()
+    with pytest.raises(BrokenPipeError, match="consumer is gone"):
+        generate(target, prompt, draft, streamer=spy)
+    assert spy.num_ends == 1
+
+
+def test_streamer_and_statistics_of_a_sampled_call(target, tokenizer, prompt, draft):
+    spy = StreamerSpy()
+    torch.manual_seed(0)
+    text = generate(target, prompt, draft, do_sample=True, streamer=spy)
+    assert sum(spy.puts, []) == text[0].tolist()

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The drafting half of a round; that its logits are the ones sampled from is tested in tests/losslessness."""
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from dspark_hf import DraftProposal, DSparkCandidateGenerator
+from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target, uncached_block
+
+
+def build(target, draft, **config):
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    return DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512, **config))
+
+
+@torch.no_grad()
+def hidden_states(target, ids, **kwargs):
+    return target(ids, output_hidden_states=True, **kwargs).hidden_states
+
+
+@torch.no_grad()
+def test_block_follows_the_context_of_many_rounds():
+    """Context arrives in pieces, as rounds commit it; a piece without a proposal waits for the next one."""
+    target = tiny_target()
+    draft = oracle_draft(target, target_layer_ids=[2, -1])
+    generator, text = build(target, draft), random_prompt(20)
+    states = hidden_states(target, text)
+    start = 0
+    for end, propose in ((7, True), (8, False), (11, False), (12, True), (17, True)):
+        generator.add_context(tuple(layer[:, start:end] for layer in states), end - start, {})
+        start = end
+        if propose:
+            proposal = generator.propose(text[:, : end + 1])
+            assert torch.equal(proposal.token_ids, uncached_block(target, draft, text[:, : end + 1]).token_ids)
+            assert generator._cache.length == end
+
+
+@torch.no_grad()
+def test_rows_of_rejected_drafts_are_no_context():
+    target = tiny_target()
+    draft = oracle_draft(target)
+    text = random_prompt(10)
+    states = hidden_states(target, text)
+    generator = build(target, draft)
+    generator.add_context(states, 6, {})  # the rows behind are of drafts that were rejected
+    expected = uncached_block(target, draft, text[:, :7])
+    assert torch.equal(generator.propose(text[:, :7]).token_ids, expected.token_ids)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_pads", [1, 4])
+def test_left_padding_is_no_context(num_pads):
+    target = tiny_target()
+    draft = oracle_draft(target, noise=1.0)  # a backbone that matters
+    text = random_prompt(9)
+    expected = uncached_block(target, draft, text)
+    padded = torch.cat([torch.zeros(1, num_pads, dtype=torch.long), text], dim=1)
+    mask = (torch.arange(9 + num_pads) >= num_pads).long()[None]
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    states = hidden_states(target, padded[:, :-1], attention_mask=mask[:, :-1], position_ids=position_ids[:, :-1])
+    generator = build(target, draft)
+    generator.add_context(states, num_pads + 8, {"attention_mask": mask, "position_ids": position_ids})
+    proposal = generator.propose(padded)
+    assert torch.equal(proposal.token_ids, expected.token_ids)
+    assert generator._cache.length == 8
+    torch.testing.assert_close(torch.tensor([proposal.confidence]), expected.confidence_logits.sigmoid())
+
+
+@torch.no_grad()
+def test_text_positions_come_first_in_multimodal_ones():
+    target = tiny_target()
+    draft = oracle_draft(target, noise=1.0)
+    text = random_prompt(9)
+    states = hidden_states(target, text[:, :-1])
+    text_positions = torch.arange(9)[None] + 5  # only differences matter
+    generator = build(target, draft)
+    positions = torch.stack([text_positions, *(torch.randint(0, 50, (1, 9)) for _ in range(3))])
+    generator.add_context(states, 8, {"position_ids": positions})
+    proposal = generator.propose(text)
+    expected = uncached_block(target, draft, text)
+    torch.testing.assert_close(
+        torch.tensor([proposal.confidence]), expected.confidence_logits.sigmoid(), atol=1e-5, rtol=1e-5
+    )
+    scrambled = build(target, draft)
+    scrambled.add_context(states, 8, {"position_ids": positions.flip(0)})
+    assert scrambled.propose(text).confidence != pytest.approx(proposal.confidence, abs=1e-4)
+
+
+@torch.no_grad()
+def test_nothing_is_sent_after_an_eos():
+    target = tiny_target()
+    draft = oracle_draft(target)
+    text = random_prompt(9)
+    chain = uncached_block(target, draft, text).token_ids[0].tolist()
+    assert len(set(chain)) > 2
+    for eos, expected in (([chain[0]], 1), ([chain[2], 90], 1 + chain.index(chain[2])), ([95], 4)):
+        config = GenerationConfig(do_sample=False, max_length=512)
+        config._eos_token_tensor = torch.tensor(eos)
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        generator = DSparkCandidateGenerator(target, draft, config)
+        generator.add_context(hidden_states(target, text[:, :-1]), 8, {})
+        proposal = generator.propose(text)
+        assert proposal.token_ids[0].tolist() == chain[:expected]
+        assert len(proposal.confidence) == 4, "the confidences of slots that were cut are recorded"
+
+
+@torch.no_grad()
+def test_target_without_hidden_states_is_refused():
+    target = tiny_target()
+    generator = build(target, oracle_draft(target))
+    states = hidden_states(target, random_prompt(5))
+    for wrong in (None, (states[0], None, states[2], states[3], states[4])):
+        with pytest.raises(ValueError, match=r"returned no hidden states for `target_layer_ids` \[0, 2\]"):
+            generator.add_context(wrong, 5, {})
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"), [(None, {"output_hidden_states": [1, 3]}), (True, {"output_hidden_states": True})]
+)
+def test_only_the_layers_that_are_read_are_asked_for(wanted, expected):
+    target = tiny_target()
+    generator = build(target, oracle_draft(target), output_hidden_states=wanted)
+    assert generator.model_kwargs_overrides == expected
+    assert generator.requires_model_outputs is True
+
+
+def test_criterion_follows_the_knobs():
+    target = tiny_target()
+    draft = oracle_draft(target)
+    assert build(target, draft).criterion is None
+    draft.generation_config.num_assistant_tokens_schedule = None
+    config = GenerationConfig(do_sample=False, max_length=9)
+    assert DSparkCandidateGenerator(target, draft, config).criterion.learn_cost is True
+    config.do_sample = True  # time must not steer the random stream
+    assert DSparkCandidateGenerator(target, draft, config).criterion.learn_cost is False
+    draft.generation_config.assistant_confidence_threshold = 0.25
+    assert DSparkCandidateGenerator(target, draft, config).criterion.threshold == 0.25
+
+
+@torch.no_grad()
+def test_draft_without_confidence_head_learns_from_acceptance_alone():
+    target = tiny_target()
+    draft = random_draft(enable_confidence_head=False)
+    generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
+    text = random_prompt(6)
+    generator.add_context(hidden_states(target, text[:, :-1]), 5, {})
+    proposal = generator.propose(text)
+    assert proposal.confidence == ()
+    assert proposal.token_ids.shape == (1, 4)
+
+
+def test_empty_proposal():
+    proposal = DraftProposal(torch.zeros(1, 0, dtype=torch.long))
+    assert proposal.draft_logits is None
+    assert proposal.confidence == ()
+
+
+def test_draft_cache_holds_all_but_the_anchor_after_each_round(monkeypatch):
+    lengths, right = [], DSparkCandidateGenerator.propose
+
+    def spy(self, input_ids):
+        proposal = right(self, input_ids)
+        if self._saw_prompt and not self._context:
+            lengths.append((self._cache.length, input_ids.shape[1]))
+        return proposal
+
+    monkeypatch.setattr(DSparkCandidateGenerator, "propose", spy)
+    target = tiny_target()
+    target.generate(random_prompt(7), do_sample=False, max_new_tokens=20, assistant_model=oracle_draft(target))
+    assert len(lengths) > 3
+    assert all(cached == text - 1 for cached, text in lengths)

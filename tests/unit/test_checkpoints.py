@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading of foreign checkpoints: each refusal, each missing field, each kind of broken weights."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from dspark_hf import DSparkDraftModel, pairing
+from dspark_hf.checkpoints import convert_config, hub_arguments, read_config, read_embedding_sample
+from tests.helpers import random_draft
+
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+DEEPSPEC, DFLASH = GOLDEN / "qwen3_gated" / "draft", GOLDEN / "qwen3_dflash" / "draft"
+SPECULATORS = GOLDEN / "speculators_dspark" / "sliding_causal" / "draft"
+
+
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+# Configurations.
+
+
+def test_deepspec_config():
+    config = convert_config(config_of(DEEPSPEC), "x")
+    assert (config.markov_head_type, config.markov_rank, config.block_size) == ("gated", 16, 5)
+    assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (64, 128, 2)
+    assert config.rope_parameters["rope_theta"] == 10000.0
+    assert config.sample_from_anchor is True
+    assert config.target_layer_ids == [0, 1, 3]
+    assert config.enable_confidence_head is True
+    assert config.confidence_head_with_markov is True
+
+
+def test_deepspec_dflash_config():
+    config = convert_config(config_of(DFLASH), "x")
+    assert config.markov_rank == 0
+    assert config.enable_confidence_head is False
+
+
+def test_speculators_config():
+    config = convert_config(config_of(SPECULATORS), "x")
+    assert config.target_layer_ids == [0, 1, 3]
+    assert config.draft_vocab_size == 112
+    assert (config.sliding_window, config.sliding_window_non_causal) == (6, False)
+    assert config.target_name_or_path == "target"
+
+
+def test_our_own_config():
+    config = random_draft().config
+    assert convert_config(config.to_dict(), "x").to_dict() == config.to_dict()
+
+
+def test_rope_in_the_old_schema():
+    fields = config_of(DEEPSPEC)
+    del fields["rope_parameters"]
+    assert convert_config(fields | {"rope_theta": 777.0}, "x").rope_parameters["rope_theta"] == 777.0
+
+
+def test_sliding_layers_count_only_where_the_stack_says_so():
+    """Qwen3 configs carry a window that nothing uses."""
+    assert convert_config(config_of(DEEPSPEC) | {"sliding_window": 9}, "x").layer_types == ["full_attention"] * 2
+
+
+DEEPSPEC_FIELDS = [
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "rope_parameters",
+]
+
+
+@pytest.mark.parametrize("value", ["missing", None])
+@pytest.mark.parametrize("name", DEEPSPEC_FIELDS)
+def test_deepspec_field_must_be_there(name, value):
+    fields = config_of(DEEPSPEC) | {name: None}
+    if value == "missing":
+        del fields[name]
+    with pytest.raises(ValueError, match=f"The draft config of some/draft must set `{name}`, but it is missing"):
+        convert_config(fields, "some/draft")
+
+
+SPECULATORS_FIELDS = [
+    "transformer_layer_config",
+    "block_size",
+    "mask_token_id",
+    "sample_from_anchor",
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "aux_hidden_state_layer_ids",
+    "draft_vocab_size",
+]
+
+
+@pytest.mark.parametrize("name", SPECULATORS_FIELDS)
+def test_speculators_field_must_be_there(name):
+    fields = config_of(SPECULATORS)
+    del fields[name]
+    with pytest.raises(ValueError, match=f"must set `{name}`, but it is missing"):
+        convert_config(fields, "some/draft")
+
+
+@pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "sliding_window", "rope_parameters"])
+def test_speculators_layer_field_must_be_there(name):
+    fields = config_of(SPECULATORS)
+    del fields["transformer_layer_config"][name]
+    with pytest.raises(ValueError, match=f"must set `{name}`, but it is missing"):
+        convert_config(fields, "some/draft")
+
+
+def test_speculators_draft_of_another_width_is_refused():
+    with pytest.raises(ValueError, match="must equal the draft's hidden size 48, got 64 in some/draft"):
+        convert_config(config_of(SPECULATORS) | {"target_hidden_size": 64}, "some/draft")
+    convert_config(config_of(SPECULATORS) | {"target_hidden_size": 48}, "some/draft")
+
+
+REFUSALS = [
+    ({"dspark_block_size": 5, "architectures": ["DeepseekV4ForCausalLM"]}, NotImplementedError, "inside the target's"),
+    ({"dspark_noise_token_id": 5}, NotImplementedError, "Serve it with vLLM or SGLang"),
+    ({"speculators_model_type": "eagle3"}, NotImplementedError, "speculators draft of type 'eagle3'"),
+    ({"speculators_model_type": "dflash"}, NotImplementedError, "only 'dspark' is supported"),
+    ({"dflash_config": {}, "architectures": ["DFlashDraftModel"]}, NotImplementedError, "z-lab/SpecForge layout"),
+    ({"dflash_config": {}, "architectures": ["Qwen3DSparkModel"]}, NotImplementedError, "z-lab/SpecForge layout"),
+    ({"architectures": ["Gemma4DSparkModel"]}, NotImplementedError, "DeepSpec draft of class Gemma4DSparkModel"),
+    ({"architectures": ["Qwen3Eagle3Model"]}, NotImplementedError, "only Qwen3DSparkModel is supported"),
+    ({"architectures": ["DSparkDraftModel"]}, ValueError, "which several projects use"),
+    (
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+        ValueError,
+        "is not a DSpark draft: its config.json has architectures ['LlamaForCausalLM'] and model_type 'llama'",
+    ),
+    ({}, ValueError, "is not a DSpark draft: its config.json has architectures [] and model_type None"),
+    ({"architectures": None}, ValueError, "is not a DSpark draft"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), REFUSALS, ids=[str(fields) for fields, _, _ in REFUSALS])
+def test_other_configs_are_refused(fields, error, message):
+    with pytest.raises(error, match=re.escape(message)) as caught:
+        convert_config(fields, "some/model")
+    assert "some/model" in str(caught.value)
+
+
+def test_read_config_finds_files(tmp_path):
+    assert read_config(DEEPSPEC, {}).block_size == 5
+    assert read_config(DEEPSPEC.parent, {"subfolder": "draft"}).block_size == 5
+    with pytest.raises(OSError, match=r"config\.json"):
+        read_config(tmp_path, {})
+
+
+def test_hub_arguments_are_those_that_find_files():
+    given = {"revision": "v1", "token": "t", "dtype": "auto", "device_map": "cpu", "subfolder": "draft"}
+    assert hub_arguments(given) == {"revision": "v1", "token": "t", "subfolder": "draft"}
+
+
+# Weights.
+
+
+@pytest.fixture(params=["own", "deepspec", "speculators"])
+def folder(request, tmp_path):
+    """A loadable draft in each layout, to be broken."""
+    if request.param == "own":
+        random_draft(draft_vocab_size=48).save_pretrained(tmp_path)
+    else:
+        source = {"deepspec": DEEPSPEC, "speculators": SPECULATORS}[request.param]
+        shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    assert isinstance(DSparkDraftModel.from_pretrained(tmp_path), DSparkDraftModel)
+    return tmp_path
+
+
+def rewrite(folder: Path, change) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        DSparkDraftModel.from_pretrained(folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "layers.1.mlp.up_proj.weight", "markov_head.markov_w2.weight"])
+def test_missing_tensor(folder, name):
+    rewrite(folder, lambda tensors: tensors.pop(name))
+    refused(folder, f"lacks tensors that its config asks for: {re.escape(name)}")
+
+
+def test_missing_bias_of_the_confidence_head(folder):
+    rewrite(folder, lambda tensors: tensors.pop("confidence_head.proj.bias"))
+    refused(folder, r"lacks tensors that its config asks for: confidence_head\.proj\.bias")
+
+
+def test_unexpected_tensor(folder):
+    rewrite(folder, lambda tensors: tensors.update({"layers.7.mlp.up_proj.weight": torch.zeros(2)}))
+    refused(folder, r"has tensors that its config does not account for: layers\.7\.mlp\.up_proj\.weight")
+
+
+def test_many_unexpected_tensors_are_counted(folder):
+    rewrite(folder, lambda tensors: tensors.update({f"extra.{i}": torch.zeros(1) for i in range(20)}))
+    refused(folder, r"extra\.0, .* \(20 in all\)")
+
+
+def test_more_layers_in_the_file_than_in_the_config(folder):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    stack = config.get("transformer_layer_config", config)
+    stack |= {"num_hidden_layers": 1, "layer_types": stack["layer_types"][:1]}
+    path.write_text(json.dumps(config))
+    refused(folder, "has tensors that its config does not account for: layers.1.")
+
+
+def test_tensor_of_another_shape(folder):
+    rewrite(folder, lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:-1].clone()}))
+    refused(folder, r"has tensors of other shapes than its config says: .*fc\.weight")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_tensor_that_is_not_finite(folder, value):
+    def spoil(tensors):
+        tensors["norm.weight"][3] = value
+
+    rewrite(folder, spoil)
+    refused(folder, r"holds NaN or infinity in norm\.weight")
+
+
+def test_truncated_file(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    refused(folder, "not a readable safetensors file")
+
+
+def test_file_that_is_no_safetensors(folder):
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    refused(folder, "not a readable safetensors file")
+
+
+def test_folder_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        DSparkDraftModel.from_pretrained(folder)
+
+
+def test_pickled_weights_are_not_read(folder):
+    path = folder / "model.safetensors"
+    torch.save(load_file(path), folder / "pytorch_model.bin")
+    path.unlink()
+    with pytest.raises(OSError, match="safetensors"):
+        DSparkDraftModel.from_pretrained(folder)
+
+
+def reduced(tmp_path, change):
+    draft = random_draft(draft_vocab_size=48)
+    change(draft.d2t)
+    draft.save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", ["above", "below", "unsorted", "repeated", "ids instead of offsets"])
+def test_reduced_vocabulary_must_fit(tmp_path, kind):
+    def change(d2t):
+        ids = d2t + torch.arange(48)
+        if kind == "above":
+            d2t[-1] = 97 - 47
+        elif kind == "below":
+            d2t[0] = -1
+        elif kind == "unsorted":
+            ids[[3, 4]] = ids[[4, 3]]
+            d2t.copy_(ids - torch.arange(48))
+        elif kind == "repeated":
+            d2t[5] = ids[4] - 5
+        else:
+            d2t.copy_(ids)
+
+    refused(reduced(tmp_path, change), r"must map ascending draft ids into \[0, 97\)")
+
+
+def test_edges_of_a_reduced_vocabulary(tmp_path):
+    def change(d2t):
+        d2t.fill_(0)
+        d2t[-1] = 96 - 47
+
+    draft = DSparkDraftModel.from_pretrained(reduced(tmp_path, change))
+    assert draft.draft_token_ids().tolist() == [*range(47), 96]
+
+
+def test_missing_map_of_a_reduced_vocabulary(tmp_path):
+    folder = reduced(tmp_path, lambda d2t: None)
+    rewrite(folder, lambda tensors: tensors.pop("d2t"))
+    refused(folder, "lacks tensors that its config asks for: d2t")
+
+
+# What published drafts carry besides.
+
+
+def test_frozen_copies_of_the_targets_tensors_are_left_out():
+    assert {"embed_tokens.weight", "lm_head.weight"} <= set(load_file(DEEPSPEC / "model.safetensors"))
+    draft = DSparkDraftModel.from_pretrained(DEEPSPEC)
+    assert not {"embed_tokens.weight", "lm_head.weight"} & set(draft.state_dict())
+    assert draft.lm_head is None
+
+
+def test_membership_mask_is_left_out_but_the_head_of_a_reduced_vocabulary_is_not():
+    draft = DSparkDraftModel.from_pretrained(SPECULATORS)
+    assert "t2d" not in draft.state_dict()
+    assert torch.equal(draft.lm_head.weight, load_file(SPECULATORS / "model.safetensors")["lm_head.weight"])
+
+
+@pytest.mark.parametrize("source", [DEEPSPEC, DFLASH, SPECULATORS])
+def test_every_other_tensor_is_loaded_as_it_is_and_can_be_saved_as_our_own(source, tmp_path):
+    draft = DSparkDraftModel.from_pretrained(source)
+    published, loaded = load_file(source / "model.safetensors"), draft.state_dict()
+    assert set(loaded) <= set(published)
+    assert all(torch.equal(loaded[name], published[name]) for name in loaded)
+    draft.save_pretrained(tmp_path)
+    assert config_of(tmp_path)["model_type"] == "dspark_draft"
+    again = DSparkDraftModel.from_pretrained(tmp_path)
+    assert all(torch.equal(again.state_dict()[name], loaded[name]) for name in loaded)
+    assert again.config.target_layer_ids == draft.config.target_layer_ids
+
+
+def test_dtype_of_the_file_is_kept_and_can_be_chosen():
+    assert DSparkDraftModel.from_pretrained(DEEPSPEC).dtype == torch.float32
+    assert DSparkDraftModel.from_pretrained(DEEPSPEC, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_rows_of_the_frozen_embedding_are_read():
+    weight = load_file(DEEPSPEC / "model.safetensors")["embed_tokens.weight"]
+    sample = read_embedding_sample(DEEPSPEC, {})
+    assert list(sample) == list(range(0, 256, 16))
+    assert all(torch.equal(row, weight[i]) for i, row in sample.items())
+    assert DSparkDraftModel.from_pretrained(DEEPSPEC).embedding_sample.keys() == sample.keys()
+    assert read_embedding_sample(DEEPSPEC.parent, {"subfolder": "draft"}).keys() == sample.keys()
+
+
+def test_a_checkpoint_without_embedding_has_no_sample(tmp_path):
+    assert read_embedding_sample(SPECULATORS, {}) == {}
+    assert read_embedding_sample(tmp_path, {}) == {}
+
+
+def test_the_target_of_the_golden_data_is_recognised(monkeypatch):
+    monkeypatch.setattr(pairing.logger, "warning_once", pytest.fail)
+    target = AutoModelForCausalLM.from_pretrained(DEEPSPEC.parent / "target")
+    DSparkDraftModel.from_pretrained(DEEPSPEC).bind_target(target)
+    warnings = []
+    monkeypatch.setattr(pairing.logger, "warning_once", warnings.append)
+    with torch.no_grad():
+        target.get_input_embeddings().weight += 0.5
+    DSparkDraftModel.from_pretrained(DEEPSPEC).bind_target(target)
+    assert len(warnings) == 1
