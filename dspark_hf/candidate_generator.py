@@ -65,6 +65,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList | None = None,
     ):
         self.draft = draft
+        self._target_name = type(target).__name__
         self.binding = draft.bind_target(target)
         self.options = resolve_options(draft.config, draft.generation_config, generation_config)
         self.do_sample = bool(generation_config.do_sample)
@@ -89,6 +90,30 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return AdaptiveConfidenceCriteria(learn_cost=not self.do_sample)
         return None
 
+    def check_hidden_states(self, hidden_states: tuple[torch.Tensor, ...] | None) -> None:
+        """Check that the target returned the hidden states the draft reads.
+
+        Args:
+            hidden_states (`tuple[torch.Tensor]`, *optional*): The target's, indexed by layer.
+
+        Raises:
+            ValueError: If they are missing, or not of shape `(1, tokens, d)`.
+        """
+        ids, width = self.draft.config.target_layer_ids, self.draft.config.hidden_size
+        known = hidden_states or ()
+        captured = [known[i + 1] if i + 1 < len(known) else None for i in ids]
+        if any(states is None for states in captured):
+            raise ValueError(
+                f"{self._target_name} returned no hidden states for `target_layer_ids` {ids}, which DSpark drafts "
+                "need. Its forward must honour `output_hidden_states`."
+            )
+        for states in captured:
+            if states.ndim != 3 or states.shape[-1] != width:
+                raise ValueError(
+                    f"{self._target_name} returned hidden states of {states.ndim} dimensions and shape "
+                    f"{tuple(states.shape)}, and DSpark drafts read (1, tokens, {width}). This target cannot have one."
+                )
+
     def add_context(
         self, hidden_states: tuple[torch.Tensor, ...], num_tokens: int, model_kwargs: dict[str, Any]
     ) -> None:
@@ -98,18 +123,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; each `(1, >= num_tokens, d)`.
             num_tokens (`int`): Leading rows to take: the whole prompt at first, then `num_accepted + 1`.
             model_kwargs (`dict[str, Any]`): The loop's, grown to the anchor: `position_ids`, `attention_mask`.
-
-        Raises:
-            ValueError: If the target returned no hidden states.
         """
-        captured = [
-            None if hidden_states is None else hidden_states[i + 1] for i in self.draft.config.target_layer_ids
-        ]
-        if any(states is None for states in captured):
-            raise ValueError(
-                f"The target returned no hidden states for `target_layer_ids` {self.draft.config.target_layer_ids}, "
-                "which DSpark drafts need. Its forward must honour `output_hidden_states`."
-            )
+        captured = [hidden_states[i + 1] for i in self.draft.config.target_layer_ids]
         where = {"device": self.draft.device, "dtype": self.draft.dtype}
         context = torch.cat([states[:, :num_tokens].to(**where) for states in captured], dim=-1)  # [1, c, m * d]
         positions = self._positions(model_kwargs, num_tokens)
@@ -274,6 +289,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if is_first_iteration:
             return input_ids, None
         hidden_states = model_outputs.hidden_states
+        self.check_hidden_states(hidden_states)
         num_tokens = int(n_last_matches) + 1
         if not self._saw_prompt:
             num_tokens = next(states.shape[1] for states in hidden_states if states is not None)

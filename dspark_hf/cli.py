@@ -221,8 +221,8 @@ def generate(
     if stats.num_rounds:
         rate, verified = stats.num_committed / stats.round_s, stats.num_verified / stats.num_committed
         errors.print(
-            f"[dim]{rate:.1f} tokens/s after the prefill, accepted length {stats.accepted_length:.2f}, "
-            f"{verified:.2f} tokens verified per token[/]",
+            f"[dim]{rate:.1f} tokens/s after the prefill, accepted length {stats.accepted_length:.2f}, {verified:.2f} "
+            "tokens verified per token[/]",
             highlight=False,
         )
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ._compat import CACHE_KEY
-from .prepare import encode_messages
+from .prepare import encode_messages, is_conversation
 
 
 MIN_ANSWER_TOKENS = 2
@@ -67,7 +67,9 @@ def read_rows(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
                 count += 1
                 yield place, row
         if count == 0:
-            raise ValueError(f"{path} has no rows. Write answers with `dspark-hf prepare` first.")
+            raise ValueError(
+                f"{path} has no rows. It must hold a JSON object per line, as `dspark-hf prepare` writes."
+            )
 
 
 def encode_row(
@@ -88,12 +90,16 @@ def encode_row(
         ValueError: If the row holds no answer.
     """
     if "prompt_ids" in row and "answer_ids" in row:
+        for name in ("prompt_ids", "answer_ids"):
+            if not isinstance(row[name], list) or not all(type(i) is int and i >= 0 for i in row[name]):
+                raise ValueError(f"{place}: `{name}` must be a list of token ids, got {str(row[name])[:80]!r}.")
         return TrainingSequence((*row["prompt_ids"], *row["answer_ids"]), len(row["prompt_ids"]))
     messages = row.get("messages")
-    if not isinstance(messages, list) or len(messages) < 2 or messages[-1].get("role") != "assistant":
+    if not is_conversation(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise ValueError(
-            f"{place} has no answer: it needs `messages` that end with the assistant's, or `prompt_ids` and "
-            f"`answer_ids`; got the fields {sorted(row)}. Let the target answer with `dspark-hf prepare`."
+            f"{place} has no answer: it needs `messages` (`role` and `content`) that end with the assistant's, or "
+            f"`prompt_ids` and `answer_ids`; got the fields {sorted(row)}. Let the target answer with `dspark-hf "
+            "prepare`."
         )
     prompt = encode_messages(tokenizer, messages[:-1], enable_thinking)
     answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
@@ -128,9 +134,8 @@ def find_mask_token_id(
         if candidate not in used:
             return candidate
     raise ValueError(
-        f"The target has no unused embedding row: {vocab_size} rows, {len(tokenizer)} tokens, no reserved token "
-        "left. Pass "
-        "`mask_token_id` of a token that your text never holds."
+        f"The target has no unused embedding row: {vocab_size} rows, {len(tokenizer)} tokens, no reserved token left. "
+        "Pass `mask_token_id` of a token that your text never holds."
     )
 
 

@@ -65,11 +65,11 @@ def decode(
         NotImplementedError: For more than one row.
         ValueError: If the cache cannot take tokens back.
     """
-    _check_batch_and_cache(input_ids, generation_config, model_kwargs)
-    loop = _Loop(
-        target, assistant_model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
-    )
     try:
+        _check_batch_and_cache(target, input_ids, generation_config, model_kwargs)
+        loop = _Loop(
+            target, assistant_model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
         with contextlib.closing(loop.run()) as rounds:
             for new_ids in rounds:
                 if streamer is not None:
@@ -119,7 +119,9 @@ class _Loop:
         yield self._verify_and_commit(outputs, DraftProposal(self.input_ids[:, :0]), prefill=True).new_ids
         with _past_recording(self.model_kwargs[CACHE_KEY]), self.target._optimize_model_for_decode():
             while not self.finished:
-                yield self._round()
+                with self._no_drafts_left_behind():
+                    new_ids = self._round()
+                yield new_ids
 
     def _round(self) -> torch.Tensor:
         """One decoding round."""
@@ -146,6 +148,17 @@ class _Loop:
             collector.add(record)
         return commitment.new_ids
 
+    @contextlib.contextmanager
+    def _no_drafts_left_behind(self) -> Iterator[None]:
+        """A criterion or processor that raises leaves a user's cache without the round it broke off."""
+        cache = self.model_kwargs[CACHE_KEY]
+        length = int(cache.get_seq_length())
+        try:
+            yield
+        except BaseException:
+            cache.crop(min(0, length - int(cache.get_seq_length())))
+            raise
+
     def _prefill(self) -> Any:
         """The target over the prompt; what a user's cache already holds is not run again."""
         if self.config.prefill_chunk_size is not None:
@@ -160,6 +173,7 @@ class _Loop:
                 f"{type(self.target).__name__} does not allow. Use a dynamic cache, or plain generation for this "
                 "target."
             )
+        self.generator.check_hidden_states(outputs.hidden_states)
         return outputs
 
     def _forward(self, draft_ids: torch.Tensor) -> Any:
@@ -272,14 +286,17 @@ def _past_recording(cache: Any) -> Iterator[None]:
 
 
 def _check_batch_and_cache(
-    input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    target: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> None:
     if input_ids.shape[0] != 1:
         raise NotImplementedError(
             f"DSpark generates one row at a time for now, got a batch of {input_ids.shape[0]}. Loop over the rows."
         )
     if model_kwargs.get(CACHE_KEY) is None:
-        raise ValueError("DSpark needs a cache, got `use_cache=False`. Leave `use_cache` at its default.")
+        raise NotImplementedError(
+            f"DSpark takes rejected tokens back out of the cache, and {type(target).__name__} has a cache of its own "
+            "kind. Use plain generation for this target."
+        )
     cache = model_kwargs[CACHE_KEY]
     # Recurrent layers know only after the prefill whether they can be cropped, all others know now.
     if not cache.is_croppable and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
@@ -294,8 +311,7 @@ def _warn_if_hopeless(stats: AcceptanceStats) -> None:
     drafted = AcceptanceStats([record for record in stats.rounds if record.verify_length])
     if drafted.num_rounds >= HOPELESS_ROUNDS and drafted.accepted_length < HOPELESS_LENGTH:
         logger.warning_once(
-            f"The DSpark draft is almost never accepted ({drafted.accepted_length:.2f} tokens per round over "
-            f"{drafted.num_rounds} rounds); the text is right, but nothing is gained. Likely causes: a draft made for "
-            "another target or another chat template or thinking mode, or a checkpoint whose layer ids or slot "
-            "convention were written differently."
+            "The DSpark draft is almost never accepted; the text is right, but nothing is gained. Likely causes: a "
+            "draft made for another target or another chat template or thinking mode, or a checkpoint whose layer "
+            "ids or slot convention were written differently."
         )

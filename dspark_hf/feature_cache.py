@@ -24,7 +24,7 @@ from .data import SequenceDataset, TargetFeatures, collate, target_features
 
 
 def target_fingerprint(target: PreTrainedModel) -> str:
-    """Hash that tells targets of one shape apart: the architecture and some rows of the embedding.
+    """Hash that tells targets of one shape apart, fine-tuned ones too: the architecture, and values of every weight.
 
     Args:
         target (`PreTrainedModel`): The target.
@@ -32,10 +32,13 @@ def target_fingerprint(target: PreTrainedModel) -> str:
     Returns:
         `str`: SHA-256 in hex.
     """
-    weight = target.get_input_embeddings().weight
-    rows = weight[:: max(1, weight.shape[0] // 64)].detach().float().cpu().contiguous()
     digest = hashlib.sha256(type(target).__name__.encode())
-    digest.update(rows.numpy().tobytes())
+    for name, parameter in target.named_parameters():
+        if parameter.device.type == "meta":  # offloaded
+            continue
+        values = parameter.detach().flatten()
+        digest.update(name.encode())
+        digest.update(values[:: max(1, values.shape[0] // 64)].float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -115,9 +118,8 @@ class FeatureCache(Dataset):
             if manifest["identity"].get(name) != value:
                 raise ValueError(
                     f"The feature cache {self.folder} was made with another `{name}`: "
-                    f"{manifest['identity'].get(name)!r}, "
-                    f"now {value!r}. Features of one target or data set say nothing about another; choose another "
-                    "folder."
+                    f"{manifest['identity'].get(name)!r}, now {value!r}. Features of one target or data set say "
+                    "nothing about another; choose another folder."
                 )
         return manifest["checksums"]
 
@@ -150,9 +152,8 @@ class FeatureCache(Dataset):
         except Exception as error:
             temporary.unlink(missing_ok=True)
             raise OSError(
-                f"The feature cache could not write {self._path(shard)} ({error}). Is the disk full? Shards before "
-                "it are "
-                "intact; the same command continues."
+                f"The feature cache could not write {self._path(shard)} ({error}). Is the disk full? Shards before it "
+                "are intact; the same command continues."
             ) from error
         self.checksums[str(shard)] = _sha256(temporary)
         os.replace(temporary, self._path(shard))

@@ -11,7 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from transformers import AutoConfig, AutoModel, GenerationConfig, PreTrainedModel
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.utils import logging
 
@@ -34,13 +35,19 @@ def enable() -> None:
     for name, wrap in _WRAPPERS.items():
         original = getattr(GenerationMixin, name)
         _originals[name] = original
-        setattr(GenerationMixin, name, functools.wraps(original)(wrap(original)))
+        wrapper = functools.wraps(original)(wrap(original))
+        wrapper._dspark_hf = True
+        setattr(GenerationMixin, name, wrapper)
 
 
 def disable() -> None:
-    """Give `GenerationMixin` its own methods back. DSpark drafts are then no valid `assistant_model`."""
+    """Give `GenerationMixin` its own methods back. DSpark drafts are then no valid `assistant_model`.
+
+    A method that another package wrapped after us stays wrapped by it; our part in it hands every call on.
+    """
     for name, original in _originals.items():
-        setattr(GenerationMixin, name, original)
+        if getattr(getattr(GenerationMixin, name), "_dspark_hf", False):
+            setattr(GenerationMixin, name, original)
     _originals.clear()
 
 
@@ -55,14 +62,18 @@ def is_enabled() -> bool:
 
 def register_auto_classes() -> None:
     """Let `AutoConfig` and `AutoModel` load drafts saved by this package; does nothing where the type is taken."""
-    try:
-        AutoConfig.register(DSparkConfig.model_type, DSparkConfig)
-        AutoModel.register(DSparkConfig, DSparkDraftModel)
-    except ValueError:
+    model_type = DSparkConfig.model_type
+    if model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] is not DSparkConfig:
         logger.warning_once(
-            f"transformers already knows a model type {DSparkConfig.model_type!r}; the Auto classes keep loading that "
-            "one. Use DSparkDraftModel.from_pretrained for drafts of this package."
+            f"transformers already knows a model type {model_type!r}; the Auto classes keep loading that one. Use "
+            "DSparkDraftModel.from_pretrained for drafts of this package."
         )
+        return
+    AutoConfig.register(model_type, DSparkConfig, exist_ok=True)
+    AutoModel.register(DSparkConfig, DSparkDraftModel, exist_ok=True)
+    # Where `pipeline(assistant_model="folder")` looks for the class that a config names.
+    if not hasattr(transformers, DSparkDraftModel.__name__):
+        transformers.DSparkDraftModel = DSparkDraftModel
 
 
 def check_call(
@@ -121,14 +132,24 @@ def check_call(
         )
     if generation_config.use_cache is False:
         raise ValueError("DSpark needs a cache, got `use_cache=False`. Leave `use_cache` at its default.")
+    unloaded = next((name for name, tensor in draft.named_parameters() if tensor.device.type == "meta"), None)
+    if unloaded is not None:
+        raise ValueError(
+            f"The draft has no weights: {unloaded} is on the meta device. Load it with "
+            "DSparkDraftModel.from_pretrained."
+        )
     draft.bind_target(target)
     resolve_options(draft.config, draft.generation_config, generation_config)
+
+
+def _is_ours(assistant: Any) -> bool:
+    return isinstance(assistant, DSparkDraftModel) and is_enabled()
 
 
 def _wrap_validation(original: Callable) -> Callable:
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         draft = generation_mode_kwargs.get("assistant_model")
-        if isinstance(draft, DSparkDraftModel):
+        if _is_ours(draft):
             check_call(self, draft, generation_mode, generation_config, generation_mode_kwargs)
             # What is left to check does not concern the assistant, whose vocabulary the original would compare.
             rest = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
@@ -141,7 +162,7 @@ def _wrap_validation(original: Callable) -> Callable:
 def _wrap_loop(original: Callable) -> Callable:
     # `functools.wraps` keeps the signature that `generate` inspects.
     def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        if not isinstance(kwargs.get("assistant_model"), DSparkDraftModel):
+        if not _is_ours(kwargs.get("assistant_model")):
             return original(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
         for name in ("synced_gpus", "inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)  # of use to other assistants only
@@ -153,7 +174,7 @@ def _wrap_loop(original: Callable) -> Callable:
 def _wrap_generator(original: Callable) -> Callable:
     def _get_candidate_generator(self, *args, **kwargs):
         draft = kwargs.get("assistant_model")
-        if not isinstance(draft, DSparkDraftModel):
+        if not _is_ours(draft):
             return original(self, *args, **kwargs)
         return DSparkCandidateGenerator(self, draft, kwargs["generation_config"], kwargs.get("logits_processor"))
 

@@ -58,7 +58,7 @@ class OutputLog:
             self.logits += tuple(raw_logits[:, i].float() for i in range(num_committed))
         if self.hidden_states is not None:
             self.hidden_states += _entries(outputs.hidden_states, num_committed, prefill, drop_keys=False)
-        if self.attentions is not None and outputs.attentions[0] is not None:
+        if self.attentions is not None:  # empty where the attention implementation has no weights to return
             self.attentions += _entries(outputs.attentions, num_committed, prefill, drop_keys=True)
 
     def finish(
@@ -90,9 +90,11 @@ def _entries(layers: tuple[torch.Tensor, ...], num_committed: int, prefill: bool
     """Per token, per layer: its row; of attentions, without the keys of the tokens after it."""
     if prefill:
         return (tuple(layers),)
-    num_rows = layers[0].shape[-2]
+    num_rows = layers[0].shape[-2] if layers and layers[0] is not None else 0
 
-    def row(layer: torch.Tensor, i: int) -> torch.Tensor:
+    def row(layer: torch.Tensor | None, i: int) -> torch.Tensor | None:
+        if layer is None:
+            return None
         after = num_rows - 1 - i
         entry = layer[..., i : i + 1, :]
         return entry[..., : entry.shape[-1] - after] if drop_keys else entry

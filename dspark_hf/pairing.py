@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .configuration_dspark import DSparkConfig
@@ -129,9 +129,22 @@ def bind(
             f"{config.mask_token_id}. The draft was made for another target, or for one with added tokens."
         )
     _compare_embedding(embed_tokens, embedding_sample or {}, name)
-    logit_scale = float(getattr(text_config, "logit_scale", None) or 1.0)
-    logit_scale /= float(getattr(text_config, "logits_scaling", None) or 1.0)
-    return TargetBinding(embed_tokens, lm_head, logit_scale, getattr(text_config, "final_logit_softcapping", None))
+    return TargetBinding(
+        embed_tokens, lm_head, _logit_factor(text_config), getattr(text_config, "final_logit_softcapping", None)
+    )
+
+
+def _logit_factor(text_config: PreTrainedConfig) -> float:
+    """What the target multiplies the LM head's outputs by; every family has its own field for it."""
+    factor = 1.0
+    for field in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere, Muse, Falcon-H1
+        value = getattr(text_config, field, None)
+        if isinstance(value, (int, float)):  # MPT keeps a word in a field of that name, and does not read it
+            factor *= value
+    scaling = getattr(text_config, "logits_scaling", None)  # Granite divides by it, HyperCLOVA X multiplies
+    if scaling:
+        factor = factor * scaling if "hyperclovax" in text_config.model_type else factor / scaling
+    return float(factor)
 
 
 def _compare_embedding(embed_tokens: nn.Module, sample: dict[int, torch.Tensor], name: str) -> None:

@@ -21,10 +21,13 @@ from typing import Any
 
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ._version import __version__
 from .row_generation import RowGenerator, RowRequest, SamplingSettings
 
+
+logger = logging.get_logger("transformers.dspark_hf.prepare")
 
 MIN_SELF_PROMPT_WORDS = 3
 _MARK = "\u241f"  # a character no chat template contains
@@ -64,6 +67,21 @@ class PrepareSettings:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     enable_thinking: bool | None = None
     template_sha256: str = ""
+
+
+def is_conversation(messages: Any) -> bool:
+    """Whether something read from a file is a list of turns, each with the texts `role` and `content`.
+
+    Args:
+        messages (`Any`): What stood in the file.
+
+    Returns:
+        `bool`
+    """
+    return isinstance(messages, list) and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in messages
+    )
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -217,7 +235,7 @@ def write_answers(
         output (`Path`): JSON Lines file; rows hold `messages`, `prompt_ids`, `answer_ids`, `finish_reason`, `source`.
         settings (`PrepareSettings`): Recorded beside it.
         num_rows (`int`, *optional*, defaults to 64): Answers written at once.
-        max_prompt_tokens (`int`, *optional*, defaults to 512): Longer prompts are left out.
+        max_prompt_tokens (`int`, *optional*, defaults to 512): Longer prompts are left out, with a warning.
         on_row (`Callable`, *optional*): Called with each finished row.
 
     Returns:
@@ -228,9 +246,10 @@ def write_answers(
     """
     file = DataFile(output, settings)
     engine = RowGenerator(target, settings.sampling, _end_tokens(target, tokenizer), num_rows)
-    seen = set(file.keys)
+    seen, num_too_long = set(file.keys), 0
 
     def requests() -> Iterator[RowRequest]:
+        nonlocal num_too_long
         for prompt in prompts:
             if prompt.key in seen:
                 continue
@@ -238,6 +257,8 @@ def write_answers(
             ids = encode_messages(tokenizer, prompt.messages, settings.enable_thinking)
             if len(ids) <= max_prompt_tokens:
                 yield RowRequest((prompt, ids), ids)
+            else:
+                num_too_long += 1
 
     added = 0
     for answer in engine.run(requests()):
@@ -249,6 +270,8 @@ def write_answers(
         added += 1
         if on_row is not None:
             on_row(row)
+    if num_too_long:
+        logger.warning(f"{num_too_long} prompts of more than {max_prompt_tokens} tokens were left out.")
     return added
 
 
@@ -294,8 +317,10 @@ def write_self_prompts(
             yield RowRequest(start, encoded[start])
 
     for answer in engine.run(requests()):
+        if added >= wanted:
+            break  # without waiting for the rows in flight
         text = (answer.key + tokenizer.decode(answer.token_ids, skip_special_tokens=True)).strip()
-        if answer.finish_reason != "stop" or len(text.split()) < MIN_SELF_PROMPT_WORDS or added >= wanted:
+        if answer.finish_reason != "stop" or len(text.split()) < MIN_SELF_PROMPT_WORDS:
             continue
         prompt = PromptRow(({"role": "user", "content": text},), "self")
         if prompt.key in file.keys:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ from .data import read_rows
 from .prepare import (
     PrepareSettings,
     PromptRow,
+    is_conversation,
     template_hash,
     write_answers,
     write_answers_from_server,
@@ -67,7 +68,7 @@ class PrepareJob:
         Raises:
             ValueError: If there are no prompts, or a file was made with other settings.
         """
-        prompts = list(self._prompts())
+        prompts = list(islice(self._prompts(), self.limit))
         if self.num_self_prompts:
             prompts += self._self_prompts(target, tokenizer, progress)
         prompts = self._limited(prompts)
@@ -100,7 +101,7 @@ class PrepareJob:
         """
         if self.num_self_prompts:
             raise ValueError("A server answers chats only: `--self-prompts` needs the target on this machine.")
-        prompts = self._limited(list(self._prompts()))
+        prompts = self._limited(self._prompts())
         task = progress.add_task("Answers", total=len(prompts))
         settings = PrepareSettings(model, self.sampling, self.enable_thinking)
         return write_answers_from_server(
@@ -110,10 +111,11 @@ class PrepareJob:
     def _settings(self, name: str, tokenizer: PreTrainedTokenizerBase) -> PrepareSettings:
         return PrepareSettings(Path(name).name, self.sampling, self.enable_thinking, template_hash(tokenizer))
 
-    def _limited(self, prompts: list[PromptRow]) -> list[PromptRow]:
-        if not prompts:
+    def _limited(self, prompts: Iterable[PromptRow]) -> list[PromptRow]:
+        chosen = list(islice(prompts, self.limit))
+        if not chosen:
             raise ValueError("There are no prompts. Pass `--prompts`, `--dataset` or `--self-prompts`.")
-        return list(islice(prompts, self.limit))
+        return chosen
 
     def _prompts(self) -> Iterator[PromptRow]:
         for place, row in read_rows(self.prompt_files):
@@ -144,10 +146,13 @@ def _prompt_row(place: str, row: dict[str, Any], source: str) -> PromptRow:
     messages = row.get("messages")
     if messages is None and isinstance(row.get("prompt"), str):
         messages = [{"role": "user", "content": row["prompt"]}]
-    if isinstance(messages, list) and messages and messages[-1].get("role") == "assistant":
+    if is_conversation(messages) and messages and messages[-1]["role"] == "assistant":
         messages = messages[:-1]  # answers of others are replaced by the target's own
-    if not isinstance(messages, list) or not messages or messages[-1].get("role") != "user":
-        raise ValueError(f"{place} has no prompt: it needs `messages` or `prompt`, got the fields {sorted(row)}.")
+    if not is_conversation(messages) or not messages or messages[-1]["role"] != "user":
+        raise ValueError(
+            f"{place} has no prompt: it needs `messages` (`role` and `content`) or `prompt`, got the fields "
+            f"{sorted(row)}."
+        )
     return PromptRow(tuple({"role": m["role"], "content": m["content"]} for m in messages), source)
 
 

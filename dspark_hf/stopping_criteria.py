@@ -81,8 +81,8 @@ def resolve_options(
             f"`num_assistant_tokens_schedule` must be one of {SCHEDULES} with a DSpark draft, got {schedule!r}."
         )
     if threshold is not None:
-        if not 0 <= threshold <= 1:
-            raise ValueError(f"`assistant_confidence_threshold` must lie in [0, 1], got {threshold}.")
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
+            raise ValueError(f"`assistant_confidence_threshold` must be a number in [0, 1], got {threshold!r}.")
         if threshold > 0 and not config.enable_confidence_head:
             raise ValueError(
                 "`assistant_confidence_threshold` needs a confidence head, which this draft does not have; got "

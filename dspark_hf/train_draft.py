@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 import transformers
+from filelock import FileLock
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from ._version import __version__
@@ -110,17 +111,24 @@ def train_draft(
         ValueError: If the data, the draft or the folder's earlier run do not fit.
     """
     train, held_out = read_sequences(tokenizer, data_arguments)
+    _check_token_ids([*train, *held_out], target.config.get_text_config(decoder=True).vocab_size)
     set_seed(arguments.seed)
     draft = new_draft(target, tokenizer, train, draft_arguments)
     draft.config.training_info = _training_info(tokenizer, data_arguments, draft_arguments, train)
     train_data, held_out_data = (SequenceDataset(part, data_arguments.max_length) for part in (train, held_out))
+    num_dropped = train_data.num_dropped + held_out_data.num_dropped
+    if num_dropped:
+        logger.warning(f"{num_dropped} sequences are left out: too little of an answer within `max_length`.")
+    checkpoint = _last_checkpoint(arguments.output_dir)
+    if checkpoint is not None:
+        _check_same_run(checkpoint, draft.config)
     if data_arguments.feature_cache is not None:
         train_data, held_out_data = (
-            FeatureCache(Path(data_arguments.feature_cache) / name, part, target, draft.config.target_layer_ids)
+            _with_features(Path(data_arguments.feature_cache) / name, part, target, draft.config.target_layer_ids)
             for name, part in (("train", train_data), ("held_out", held_out_data))
         )
     trainer = DSparkTrainer(draft, target, arguments, train_dataset=train_data, eval_dataset=held_out_data)
-    trainer.train(resume_from_checkpoint=_last_checkpoint(arguments.output_dir))
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     figures = trainer.evaluate()
     trainer.save_model()
     if trainer.is_world_process_zero():
@@ -225,5 +233,49 @@ def _training_info(
     }
 
 
-def _last_checkpoint(output_dir: str) -> str | None:
-    return get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+def _check_token_ids(sequences: list[TrainingSequence], vocab_size: int) -> None:
+    highest = max(max(sequence.input_ids, default=0) for sequence in sequences)
+    if highest >= vocab_size:
+        raise ValueError(
+            f"Token ids must lie below the target's vocabulary of {vocab_size}, got {highest}. The data was made with "
+            "another target; let this one answer with `dspark-hf prepare`."
+        )
+
+
+def _with_features(
+    folder: Path, dataset: SequenceDataset, target: PreTrainedModel, target_layer_ids: list[int]
+) -> FeatureCache:
+    """One process at a time: the first one writes what is missing, the others find it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        return FeatureCache(folder, dataset, target, target_layer_ids)
+
+
+def _last_checkpoint(output_dir: str) -> Path | None:
+    """The newest checkpoint that no kill cut short: the trainer's state is written last."""
+    steps = {}
+    for folder in Path(output_dir).glob("checkpoint-*"):
+        number, state = folder.name.removeprefix("checkpoint-"), folder / TRAINER_STATE_NAME
+        if number.isdecimal() and state.is_file() and state.read_text(encoding="utf-8").rstrip().endswith("}"):
+            steps[int(number)] = folder
+    return steps[max(steps)] if steps else None
+
+
+def _check_same_run(checkpoint: Path, config: DSparkConfig) -> None:
+    found, wanted = (_identity(c) for c in (DSparkConfig.from_pretrained(checkpoint), config))
+    different = sorted(name for name in wanted if found.get(name) != wanted[name])
+    if different:
+        raise ValueError(
+            f"{checkpoint.parent} holds a run with other settings: { {name: found.get(name) for name in different} }, "
+            f"got { {name: wanted[name] for name in different} }. Choose another `output_dir`, or repeat the settings "
+            "of that run to go on with it."
+        )
+
+
+def _identity(config: DSparkConfig) -> dict[str, Any]:
+    """What must not change between a run and its continuation: the draft, and the data it is trained on."""
+    info = config.training_info or {}
+    names = [name for name in DSparkConfig.__annotations__ if name != "training_info"]
+    data = ("chat_template_sha256", "enable_thinking", "num_sequences", "num_answer_tokens")
+    target = {"target_name_or_path": Path(config.target_name_or_path or "").name}  # a target may be moved
+    return {name: getattr(config, name) for name in names} | target | {name: info.get(name) for name in data}

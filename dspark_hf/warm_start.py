@@ -86,8 +86,16 @@ def start_from_target_layers(draft: DSparkDraftModel, target: PreTrainedModel) -
     Args:
         draft (`DSparkDraftModel`): Changed in place.
         target (`PreTrainedModel`): The target.
+
+    Raises:
+        ValueError: If the draft has more layers than the target.
     """
     layers = target.base_model.layers
+    if len(draft.layers) > len(layers):
+        raise ValueError(
+            f"A draft that starts from its target's layers must not have more of them, got {len(draft.layers)} and "
+            f"{len(layers)}. Lower `draft_num_layers`, or start from random ones."
+        )
     for layer, source in zip(draft.layers, layers[len(layers) - len(draft.layers) :], strict=True):
         tensors = dict(source.named_parameters())
         for name, parameter in layer.named_parameters():
