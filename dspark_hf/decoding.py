@@ -26,7 +26,7 @@ from .metrics import AcceptanceStats, RoundRecord, active_collectors
 from .modeling_dspark import DSparkDraftModel
 from .outputs import DSparkGenerateOutput, OutputLog
 from .processors import are_rowwise
-from .sampling import VerificationResult, accept_drafts, select_bonus, verify_block
+from .sampling import accept_drafts, select_bonus, verify_block
 
 
 logger = logging.get_logger("transformers.dspark_hf.decoding")
@@ -88,12 +88,17 @@ def decode(
 
 
 @dataclass(frozen=True)
-class _Commitment:
-    """What a verification added to the text: `new_ids` (1, n), which may end before the bonus token."""
+class _Verdict:
+    """What a verification adds to the text: `new_ids` (1, n), which may end before the bonus token.
+
+    `scores` are the processed logits (1, >= n, V) that the tokens came from; `bonus_token` is None where the text
+    ended before it was drawn.
+    """
 
     new_ids: torch.Tensor
+    scores: torch.Tensor
     num_accepted: int
-    bonus_token: int
+    bonus_token: int | None
 
 
 class _Loop:
@@ -131,14 +136,14 @@ class _Loop:
         drafted = time.perf_counter()
         outputs = self._forward(proposal.token_ids)
         verified = time.perf_counter()
-        commitment = self._verify_and_commit(outputs, proposal)
+        verdict = self._verify_and_commit(outputs, proposal)
         record = RoundRecord(
             anchor_id=anchor_id,
             token_ids=tuple(proposal.token_ids[0].tolist()),
             confidence=proposal.confidence,
-            num_accepted=commitment.num_accepted,
-            bonus_token=commitment.bonus_token,
-            num_committed=commitment.new_ids.shape[1],
+            num_accepted=verdict.num_accepted,
+            bonus_token=verdict.bonus_token,
+            num_committed=verdict.new_ids.shape[1],
             draft_s=drafted - start,
             verify_s=verified - drafted,
             round_s=time.perf_counter() - start,
@@ -146,7 +151,7 @@ class _Loop:
         self.generator.observe(record)
         for collector in self.collectors:
             collector.add(record)
-        return commitment.new_ids
+        return verdict.new_ids
 
     @contextlib.contextmanager
     def _no_drafts_left_behind(self) -> Iterator[None]:
@@ -193,70 +198,69 @@ class _Loop:
             torch.accelerator.synchronize(outputs.logits.device)
         return outputs
 
-    def _verify_and_commit(self, outputs: Any, proposal: DraftProposal, prefill: bool = False) -> _Commitment:
+    def _verify_and_commit(self, outputs: Any, proposal: DraftProposal, prefill: bool = False) -> _Verdict:
         """Accept drafts, end where plain generation would, and bring text, caches and context up to date."""
         num_drafts = proposal.token_ids.shape[1]
         logits = outputs.logits[:, -1 - num_drafts :].to(self.input_ids.device)  # [1, 1 + k, V]
-        verdict, scores = self._verify(logits, proposal)
-        num_accepted = int(verdict.num_accepted)
-        new_ids = torch.cat([proposal.token_ids[:, :num_accepted], verdict.bonus_token[:, None]], dim=1)
-        new_ids = new_ids[:, : self._num_until_stop(new_ids, scores)]
-        num_committed = new_ids.shape[1]
-        self.log.add(outputs, logits, scores, num_committed, prefill)
+        verdict = self._verify(logits, proposal)
+        num_committed = verdict.new_ids.shape[1]
+        cache = outputs[CACHE_KEY]
+        self.log.add(outputs, cache, logits, verdict.scores, num_committed, prefill)
         # The last committed token is the next anchor: it is not in the cache yet, as after plain generation.
         if not prefill:  # also with nothing to take back: windowed layers drop what left the window
-            outputs[CACHE_KEY].crop(num_committed - 1 - num_drafts)
-        self.input_ids = torch.cat([self.input_ids, new_ids], dim=1)
+            cache.crop(num_committed - 1 - num_drafts)
+        self.input_ids = torch.cat([self.input_ids, verdict.new_ids], dim=1)
         self.model_kwargs = _grow(self.target, outputs, self.model_kwargs, num_committed)
         if not self.finished:
             num_rows = _num_rows(outputs.hidden_states) if prefill else num_committed
             self.generator.add_context(outputs.hidden_states, num_rows, self.model_kwargs)
-        return _Commitment(new_ids, num_accepted, int(verdict.bonus_token))
+        return verdict
 
-    def _verify(self, logits: torch.Tensor, proposal: DraftProposal) -> tuple[VerificationResult, torch.Tensor]:
-        """Judge the drafts; also returns the processed logits, `(1, n, V)`, of at least the tokens kept."""
+    def _verify(self, logits: torch.Tensor, proposal: DraftProposal) -> _Verdict:
+        """Judge the drafts, and end the text where plain generation would."""
         if self.do_sample or self.processors or self.log.scores is not None:
             scores = logits.to(torch.float32, copy=self.log.logits is not None)
         else:
             scores = logits  # greedy, nothing asked for: the argmax needs no copy
-        if not self.processors:
-            return verify_block(proposal.token_ids, scores, proposal.draft_logits, self.do_sample), scores
-        if are_rowwise(self.processors):
+        if self.processors and not are_rowwise(self.processors):
+            return self._verify_stepwise(scores, proposal)
+        if self.processors:
             scores = self.processors(self.input_ids, scores[0])[None]
-            return verify_block(proposal.token_ids, scores, proposal.draft_logits, self.do_sample), scores
-        return self._verify_stepwise(scores, proposal)
-
-    def _verify_stepwise(
-        self, logits: torch.Tensor, proposal: DraftProposal
-    ) -> tuple[VerificationResult, torch.Tensor]:
-        """As plain generation runs its processors: once per token, on that token's own prefix, and no further."""
-        draft_ids, rows = proposal.token_ids, []
-        for slot in range(logits.shape[1]):
-            prefix = torch.cat([self.input_ids, draft_ids[:, :slot]], dim=1)
-            rows.append(self.processors(prefix, logits[:, slot]))
-            row_q = None
-            if slot < draft_ids.shape[1]:
-                row_q = proposal.draft_logits[:, slot] if proposal.draft_logits is not None else None
-                slot_q = row_q[:, None] if row_q is not None else None
-                if accept_drafts(draft_ids[:, slot : slot + 1], rows[-1][:, None], slot_q, self.do_sample).all():
-                    continue
-            break
-        num_accepted = draft_ids.new_tensor([len(rows) - 1])
-        return VerificationResult(num_accepted, select_bonus(rows[-1], row_q, self.do_sample)), torch.stack(
-            rows, dim=1
-        )
-
-    def _num_until_stop(self, new_ids: torch.Tensor, scores: torch.Tensor) -> int:
-        """Tokens of the round that plain generation would still have made; the criteria see each token as it would."""
+        result = verify_block(proposal.token_ids, scores, proposal.draft_logits, self.do_sample)
+        num_accepted = int(result.num_accepted)
+        new_ids = torch.cat([proposal.token_ids[:, :num_accepted], result.bonus_token[:, None]], dim=1)
         for count in range(1, new_ids.shape[1] + 1):
-            text = torch.cat([self.input_ids, new_ids[:, :count]], dim=1)
-            scores_so_far = None
-            if self.log.scores is not None:
-                scores_so_far = self.log.scores + tuple(scores[:, i] for i in range(count))
-            if self.stopping_criteria(text, scores_so_far).all():
-                self.finished = True
-                return count
-        return new_ids.shape[1]
+            if self._stops_after(new_ids[:, :count], scores):
+                new_ids = new_ids[:, :count]
+                break
+        return _Verdict(new_ids, scores, num_accepted, int(result.bonus_token))
+
+    def _verify_stepwise(self, logits: torch.Tensor, proposal: DraftProposal) -> _Verdict:
+        """As plain generation runs processors and criteria: in turn, once per token, on its own prefix, no further."""
+        draft_ids, draft_logits = proposal.token_ids, proposal.draft_logits
+        new_ids, rows, accepted = draft_ids[:, :0], [], True
+        while accepted and not self.finished:
+            slot = len(rows)
+            rows.append(self.processors(torch.cat([self.input_ids, new_ids], dim=1), logits[:, slot]))
+            draft_id, row_q, accepted = draft_ids[:, slot : slot + 1], None, False
+            if slot < draft_ids.shape[1]:
+                row_q = draft_logits[:, slot] if draft_logits is not None else None
+                slot_q = row_q[:, None] if row_q is not None else None
+                accepted = bool(accept_drafts(draft_id, rows[-1][:, None], slot_q, self.do_sample))
+            token = draft_id if accepted else select_bonus(rows[-1], row_q, self.do_sample)[:, None]
+            new_ids = torch.cat([new_ids, token], dim=1)
+            self._stops_after(new_ids, torch.stack(rows, dim=1))
+        num_accepted = new_ids.shape[1] - (0 if accepted else 1)
+        return _Verdict(new_ids, torch.stack(rows, dim=1), num_accepted, None if accepted else int(new_ids[0, -1]))
+
+    def _stops_after(self, new_ids: torch.Tensor, scores: torch.Tensor) -> bool:
+        """Whether plain generation would end after these tokens of the round; the criteria see what it shows them."""
+        scores_so_far = None
+        if self.log.scores is not None:
+            scores_so_far = self.log.scores + tuple(scores[:, i] for i in range(new_ids.shape[1]))
+        text = torch.cat([self.input_ids, new_ids], dim=1)
+        self.finished = bool(self.stopping_criteria(text, scores_so_far).all())
+        return self.finished
 
 
 def _grow(target: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:

@@ -24,7 +24,8 @@ class RoundRecord:
             c_k of every slot that was drafted, the ones cut before verification included; in [0, 1]; empty without a
             confidence head.
         num_accepted (`int`): Leading drafts that the target accepted.
-        bonus_token (`int`): The token the target added after them (it is drawn even where the text ended before it).
+        bonus_token (`int`, *optional*): The token the target added after them; `None` where the text ended before it
+            was drawn.
         num_committed (`int`): Tokens appended to the text: `num_accepted + 1`, or fewer where generation ended.
         draft_s (`float`): Seconds spent drafting.
         verify_s (`float`): Seconds of the target's forward pass.
@@ -35,7 +36,7 @@ class RoundRecord:
     token_ids: tuple[int, ...]
     confidence: tuple[float, ...]
     num_accepted: int
-    bonus_token: int
+    bonus_token: int | None
     num_committed: int
     draft_s: float = 0.0
     verify_s: float = 0.0

@@ -369,6 +369,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             config = checkpoints.read_config(pretrained_model_name_or_path, kwargs)
         return_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("use_safetensors", True)  # no pickle
+        kwargs["ignore_mismatched_sizes"] = True  # refused below, with the names
         with readable_errors(source):
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, config=config, output_loading_info=True, **kwargs

@@ -41,12 +41,19 @@ class OutputLog:
         self.hidden_states = empty(generation_config.output_hidden_states)
 
     def add(
-        self, outputs: Any, raw_logits: torch.Tensor, scores: torch.Tensor, num_committed: int, prefill: bool
+        self,
+        outputs: Any,
+        cache: Any,
+        raw_logits: torch.Tensor,
+        scores: torch.Tensor,
+        num_committed: int,
+        prefill: bool,
     ) -> None:
         """Append the entries of the tokens that one forward pass committed.
 
         Args:
             outputs (`ModelOutput`): The target's.
+            cache (`Cache`): The target's, whose layers say which keys plain generation would have had.
             raw_logits (`torch.Tensor` of shape `(1, n, V)`): Logits that tokens came from, n >= num_committed.
             scores (`torch.Tensor` of shape `(1, n, V)`): The same after the processors.
             num_committed (`int`): Tokens committed.
@@ -57,9 +64,9 @@ class OutputLog:
         if self.logits is not None:
             self.logits += tuple(raw_logits[:, i].float() for i in range(num_committed))
         if self.hidden_states is not None:
-            self.hidden_states += _entries(outputs.hidden_states, num_committed, prefill, drop_keys=False)
+            self.hidden_states += _entries(outputs.hidden_states, num_committed, prefill)
         if self.attentions is not None:  # empty where the attention implementation has no weights to return
-            self.attentions += _entries(outputs.attentions, num_committed, prefill, drop_keys=True)
+            self.attentions += _entries(outputs.attentions, num_committed, prefill, cache)
 
     def finish(
         self, sequences: torch.Tensor, cache: Any, cache_key: str, stats: AcceptanceStats
@@ -86,17 +93,26 @@ class OutputLog:
         )
 
 
-def _entries(layers: tuple[torch.Tensor, ...], num_committed: int, prefill: bool, drop_keys: bool) -> tuple:
-    """Per token, per layer: its row; of attentions, without the keys of the tokens after it."""
+def _entries(layers: tuple[torch.Tensor | None, ...], num_committed: int, prefill: bool, cache: Any = None) -> tuple:
+    """Per token, per layer: its row. With a cache they are attentions, over the keys plain generation has then."""
     if prefill:
         return (tuple(layers),)
-    num_rows = layers[0].shape[-2] if layers and layers[0] is not None else 0
 
-    def row(layer: torch.Tensor | None, i: int) -> torch.Tensor | None:
+    def row(layer_idx: int, i: int) -> torch.Tensor | None:
+        layer = layers[layer_idx]
         if layer is None:
             return None
-        after = num_rows - 1 - i
         entry = layer[..., i : i + 1, :]
-        return entry[..., : entry.shape[-1] - after] if drop_keys else entry
+        if cache is None:
+            return entry
+        return _own_keys(entry, cache.layers[layer_idx], num_after=layer.shape[-2] - 1 - i)
 
-    return tuple(tuple(row(layer, i) for layer in layers) for i in range(num_committed))
+    return tuple(tuple(row(layer_idx, i) for layer_idx in range(len(layers))) for i in range(num_committed))
+
+
+def _own_keys(entry: torch.Tensor, cache_layer: Any, num_after: int) -> torch.Tensor:
+    """One row of attentions without the keys of the tokens after it, and without those that left the window."""
+    if hasattr(cache_layer, "max_cache_len"):  # a static cache always shows all its slots
+        return entry
+    entry = entry[..., : entry.shape[-1] - num_after]
+    return entry[..., -cache_layer.sliding_window :] if getattr(cache_layer, "is_sliding", False) else entry

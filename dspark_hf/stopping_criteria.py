@@ -82,7 +82,7 @@ def resolve_options(
         )
     if threshold is not None:
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
-            raise ValueError(f"`assistant_confidence_threshold` must be a number in [0, 1], got {threshold!r}.")
+            raise ValueError(f"`assistant_confidence_threshold` must lie in [0, 1], got {threshold!r}.")
         if threshold > 0 and not config.enable_confidence_head:
             raise ValueError(
                 "`assistant_confidence_threshold` needs a confidence head, which this draft does not have; got "

@@ -40,6 +40,8 @@ def read_config(name_or_path: str | os.PathLike, load_arguments: dict[str, Any])
         NotImplementedError: If the format is known but not supported.
     """
     config, _ = PreTrainedConfig.get_config_dict(name_or_path, **hub_arguments(load_arguments))
+    if not config:
+        raise OSError(f"{name_or_path} has no config.json. Pass the Hub id or the folder of a draft.")
     return convert_config(config, str(name_or_path))
 
 

@@ -301,7 +301,7 @@ SHORT_TEXTS = {
 }
 
 
-@pytest.mark.parametrize("num_draws", [450, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_draws", [450, pytest.param(4_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SHORT_TEXTS)
 def test_short_texts(name, num_draws):
     knobs, kwargs, processors, overrides = SHORT_TEXTS[name]

@@ -98,7 +98,7 @@ def test_a_hopeless_draft_is_reported(monkeypatch):
     with collect_rounds() as stats:
         target.generate(random_prompt(5), assistant_model=draft, **kwargs)
     assert stats.accepted_length == 1.0, "choose another seed"
-    assert [message for message in found if "almost never accepted (1.00 tokens per round" in message]
+    assert [message for message in found if "almost never accepted" in message]
     found.clear()
     target.generate(random_prompt(5), assistant_model=draft, **kwargs)
     assert not found, "said twice"

@@ -131,18 +131,6 @@ def test_registering_again_is_silent(monkeypatch):
     integration.register_auto_classes()
 
 
-def test_a_model_type_that_is_taken_is_said_once(monkeypatch):
-    def taken(*args, **kwargs):
-        raise ValueError("'dspark_draft' is already used by a Transformers config, pick another name.")
-
-    warnings = []
-    monkeypatch.setattr(integration.AutoConfig, "register", taken)
-    monkeypatch.setattr(integration.logger, "warning_once", warnings.append)
-    integration.register_auto_classes()
-    assert len(warnings) == 1
-    assert "already knows a model type 'dspark_draft'" in warnings[0]
-
-
 def test_candidate_generator_is_dispatched_by_type():
     target = tiny_target()
     config = GenerationConfig(do_sample=False, max_length=20)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting values: bigram tables by hand, rows and layers of the target."""
+
+import math
+
+import pytest
+import torch
+
+from dspark_hf import DSparkDraftModel
+from dspark_hf.data import TrainingSequence
+from dspark_hf.warm_start import copy_target_head, start_from_bigrams, start_from_target_layers
+from tests.helpers import HIDDEN_SIZE, VOCAB_SIZE, random_draft, tiny_config, tiny_target
+
+
+# Prompts 1, 2; answers 3 4 3 4 5 and 3 3. Pairs, the step from the prompt to the answer included: 2-3, 3-4, 4-3,
+# 3-4, 4-5, and 2-3, 3-3.
+CORPUS = [TrainingSequence((1, 2, 3, 4, 3, 4, 5), 2), TrainingSequence((1, 2, 3, 3), 2)]
+PAIRS = {(2, 3): 2, (3, 4): 2, (4, 3): 1, (4, 5): 1, (3, 3): 1}
+NEXT = {3: 4, 4: 2, 5: 1}
+
+
+def expected_table(size: int, smoothing: float, scale: float) -> torch.Tensor:
+    """log(1 + count / (smoothing * p(next))): what a pair adds to an unseen one of the same row."""
+    table = torch.zeros(size, size)
+    for (first, second), count in PAIRS.items():
+        p_next = (NEXT[second] + 0.1) / (7 + 0.1 * size)
+        table[first, second] = scale * math.log(1 + count / (smoothing * p_next))
+    return table
+
+
+def table_of(draft: DSparkDraftModel) -> torch.Tensor:
+    head = draft.markov_head
+    return head.markov_w2(head.markov_w1.weight).detach()
+
+
+@pytest.mark.parametrize(("smoothing", "scale"), [(1.0, 1.0), (0.5, 2.0)])
+def test_bigrams_at_full_rank(smoothing, scale):
+    draft = random_draft(markov_rank=VOCAB_SIZE)
+    kept = start_from_bigrams(draft, CORPUS, smoothing, scale)
+    torch.testing.assert_close(table_of(draft), expected_table(VOCAB_SIZE, smoothing, scale), rtol=1e-4, atol=1e-4)
+    assert kept == pytest.approx(1.0, abs=1e-5)
+
+
+def test_bigrams_raise_the_odds_as_counted():
+    """Of 3, two of three successors are 4: the table puts log p(4 | 3) / p(5 | 3) where the smoothed counts do."""
+    draft = random_draft(markov_rank=VOCAB_SIZE)
+    start_from_bigrams(draft, CORPUS)
+    unigram = {token: (count + 0.1) / (7 + 9.7) for token, count in NEXT.items()}
+    row = table_of(draft)[3]
+    ours = (row[4] + math.log(unigram[4])) - (row[5] + math.log(unigram[5]))
+    conditional = {4: (2 + unigram[4]) / (3 + 1), 5: (0 + unigram[5]) / (3 + 1)}
+    assert ours.item() == pytest.approx(math.log(conditional[4] / conditional[5]), abs=1e-3)
+
+
+def test_low_rank_is_the_best_one():
+    draft = random_draft(markov_rank=2)
+    kept = start_from_bigrams(draft, CORPUS)
+    table = expected_table(VOCAB_SIZE, 1.0, 1.0)
+    squares = torch.linalg.svdvals(table).square()
+    left = (table_of(draft) - table).square().sum()
+    assert squares[2:].sum() <= left + 1e-4 <= squares[2:].sum() * 1.01 + 2e-4
+    assert kept == pytest.approx((squares[:2].sum() / squares.sum()).item(), abs=1e-3)
+
+
+def test_bigrams_of_a_reduced_vocabulary():
+    """Kept 2, 3, 4: pairs with 5 are left out, and so the table is counted over the others."""
+    draft = DSparkDraftModel(tiny_config(markov_rank=3, draft_vocab_size=3))
+    copy_target_head(draft, tiny_target(), [2, 3, 4])
+    kept = start_from_bigrams(draft, CORPUS)
+    assert kept == pytest.approx(1.0, abs=1e-5)
+    p_next = {3: (4 + 0.1) / (6 + 0.3), 4: (2 + 0.1) / (6 + 0.3)}
+    expected = torch.zeros(VOCAB_SIZE, 3)  # [previous: target id, next: draft id]
+    for (first, second), count in PAIRS.items():
+        if second != 5:
+            expected[first, second - 2] = math.log(1 + count / p_next[second])
+    torch.testing.assert_close(table_of(draft), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rank_beyond_the_vocabulary_is_left_at_zero():
+    draft = DSparkDraftModel(tiny_config(markov_rank=8, draft_vocab_size=3))
+    copy_target_head(draft, tiny_target(), [2, 3, 4])
+    start_from_bigrams(draft, CORPUS)
+    assert not draft.markov_head.markov_w1.weight[:, 3:].any()
+    assert not draft.markov_head.markov_w2.weight[:, 3:].any()
+
+
+def test_bigrams_need_a_sequential_head():
+    draft = random_draft(markov_rank=0, confidence_head_with_markov=False)
+    with pytest.raises(ValueError, match="`start_from_bigrams` needs a sequential head, but `markov_rank` is 0"):
+        start_from_bigrams(draft, CORPUS)
+
+
+def test_reduced_head_is_rows_of_the_target():
+    target, draft = tiny_target(), DSparkDraftModel(tiny_config(draft_vocab_size=4))
+    copy_target_head(draft, target, [0, 5, 6, 96])
+    assert draft.draft_token_ids().tolist() == [0, 5, 6, 96]
+    assert draft.d2t.tolist() == [0, 4, 4, 93]
+    assert torch.equal(draft.lm_head.weight, target.lm_head.weight[[0, 5, 6, 96]])
+    binding, hidden = draft.bind_target(target), torch.randn(2, HIDDEN_SIZE)
+    torch.testing.assert_close(draft.base_logits(hidden, binding), binding.logits(hidden)[:, [0, 5, 6, 96]])
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_layers_are_copies_of_the_targets_last_ones(kind):
+    target = tiny_target(kind)
+    draft = random_draft(intermediate_size=64)
+    before = draft.state_dict()["layers.0.self_attn.q_norm.weight"].clone()
+    start_from_target_layers(draft, target)
+    for index, layer in enumerate(draft.layers):
+        theirs = dict(target.model.layers[2 + index].named_parameters())
+        ours = dict(layer.named_parameters())
+        assert set(theirs) <= set(ours)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    if kind == "llama":  # has no such norm
+        assert torch.equal(draft.layers[0].self_attn.q_norm.weight, before)
+    assert torch.equal(draft.norm.weight, target.model.norm.weight)
+
+
+def test_context_projection_averages_the_taps():
+    draft = random_draft(intermediate_size=64)
+    start_from_target_layers(draft, tiny_target())
+    states = torch.randn(3, HIDDEN_SIZE), torch.randn(3, HIDDEN_SIZE)
+    torch.testing.assert_close(draft.fc(torch.cat(states, dim=-1)), (states[0] + states[1]) / 2)
+
+
+def test_other_shapes_stay_as_they_were():
+    draft = random_draft(intermediate_size=48)  # the target's MLPs have 64
+    before = draft.layers[0].mlp.up_proj.weight.clone()
+    start_from_target_layers(draft, tiny_target())
+    assert torch.equal(draft.layers[0].mlp.up_proj.weight, before)
+
+
+def test_more_layers_than_the_target_has():
+    with pytest.raises(ValueError, match="must not have more of them, got 5 and 4. Lower `draft_num_layers`"):
+        start_from_target_layers(random_draft(num_hidden_layers=5), tiny_target())
