@@ -207,6 +207,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 transition_bias, state = head(embeddings[-1], hidden[:, slot], state)
                 row = row + transition_bias
             row = self._process(text, row)
+            if not self._rowwise and not torch.isfinite(row).any():
+                break  # a constraint allows nothing that is in a reduced draft vocabulary
             previous = select_token(row, self.do_sample)
             if row.shape[-1] != self.draft.config.vocab_size:
                 previous = self._to_target_ids(previous)
@@ -215,7 +217,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 rows.append(row)
             if not self._rowwise:
                 text = torch.cat([text, previous[:, None]], dim=1)
-        confidence = self._confidence(hidden, torch.stack(embeddings, dim=1) if embeddings else None)
+        if not tokens:
+            return input_ids[:, :0], None, None
+        embeddings = torch.stack(embeddings[: len(tokens)], dim=1) if embeddings else None
+        confidence = self._confidence(hidden[:, : len(tokens)], embeddings)
         return torch.stack(tokens, dim=1), torch.stack(rows, dim=1) if rows else None, confidence
 
     def _process(self, text: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
