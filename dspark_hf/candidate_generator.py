@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation import CandidateGenerator
 
+from ._compat import hidden_states_of
 from .draft_cache import DraftCache
 from .metrics import RoundRecord
 from .modeling_dspark import DSparkDraftModel
@@ -71,7 +72,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.do_sample = bool(generation_config.do_sample)
         self.max_length = generation_config.max_length
         self.criterion = self._build_criterion()
-        layers = True if generation_config.output_hidden_states else [i + 1 for i in draft.config.target_layer_ids]
+        layers = generation_config.output_hidden_states or hidden_states_of(draft.config.target_layer_ids)
         self.model_kwargs_overrides = {"output_hidden_states": layers}
         self._processors = mirrored(logits_processor or LogitsProcessorList())
         self._rowwise = are_rowwise(self._processors)

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ._compat import CACHE_KEY
+from ._compat import CACHE_KEY, hidden_states_of
 from .prepare import encode_messages, is_conversation
 
 
@@ -254,7 +254,7 @@ def target_features(
     """
     outputs = target.base_model(
         input_ids=input_ids.to(target.device),
-        output_hidden_states=[i + 1 for i in target_layer_ids],
+        output_hidden_states=hidden_states_of(target_layer_ids),
         use_cache=False,
         return_dict=True,
         **{CACHE_KEY: None},

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.utils import logging
 
-from ._compat import CACHE_KEY
+from ._compat import CACHE_KEY, QuantizedLayer
 from .candidate_generator import DraftProposal, DSparkCandidateGenerator
 from .metrics import AcceptanceStats, RoundRecord, active_collectors
 from .modeling_dspark import DSparkDraftModel
@@ -303,7 +303,9 @@ def _check_batch_and_cache(
         )
     cache = model_kwargs[CACHE_KEY]
     # Recurrent layers know only after the prefill whether they can be cropped, all others know now.
-    if not cache.is_croppable and not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers):
+    is_recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    is_quantised = any(isinstance(layer, QuantizedLayer) for layer in cache.layers)
+    if is_quantised or not (cache.is_croppable or is_recurrent):
         kind = generation_config.cache_implementation or type(cache).__name__
         raise ValueError(
             f"DSpark takes rejected tokens back out of the cache, which a cache of type {kind!r} does not allow. Use "

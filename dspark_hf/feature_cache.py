@@ -99,6 +99,8 @@ class FeatureCache(Dataset):
         return self.dataset.lengths
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"Row {index} of {len(self)}.")  # ends iteration
         shard = index // self.shard_size
         if shard not in self._open:
             self._open[shard] = safe_open(self._path(shard), framework="pt")

@@ -357,11 +357,20 @@ class DSparkTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
         """Length grouping that survives a resume; other strategies are the Trainer's."""
         data = self.train_dataset if train_dataset is None else train_dataset
-        lengths = getattr(data, "lengths", None)
-        if self.args.train_sampling_strategy != "group_by_length" or lengths is None:
+        if not self._groups(data):
             return super()._get_train_sampler(train_dataset)
         rows_per_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return EpochLengthSampler(lengths, rows_per_step, self.args.seed, lambda: self._epoch)
+        return EpochLengthSampler(data.lengths, rows_per_step, self.args.seed, lambda: self._epoch)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler | None:
+        """The same without reading a row; the Trainer's own would read every feature of a cache."""
+        if not self._groups(eval_dataset):
+            return super()._get_eval_sampler(eval_dataset)
+        rows_per_step = self.args.eval_batch_size * self.args.world_size
+        return EpochLengthSampler(eval_dataset.lengths, rows_per_step, self.args.seed, lambda: -1)
+
+    def _groups(self, data: Any) -> bool:
+        return self.args.train_sampling_strategy == "group_by_length" and hasattr(data, "lengths")
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
         """The normaliser of a step: the weights of all slots that count, over micro-batches and processes."""

@@ -122,7 +122,9 @@ def test_only_the_last_answer_is_an_answer(tokenizer):
     ids=str,
 )
 def test_row_without_an_answer(tokenizer, row):
-    with pytest.raises(ValueError, match=r"data\.jsonl:7 has no answer: .+ Let the target answer with `dspark-hf") as e:
+    with pytest.raises(
+        ValueError, match=r"data\.jsonl:7 has no answer: .+ Let the target answer with `dspark-hf"
+    ) as e:
         encode_row("data.jsonl:7", row, tokenizer)
     assert f"got the fields {sorted(row)}" in str(e.value)
 

@@ -83,6 +83,12 @@ def test_dtype_of_the_target_is_kept(tmp_path, data):
     assert row["context"].dtype == row["last"].dtype == torch.bfloat16
 
 
+def test_rows_can_be_iterated_over(tmp_path, data, target):
+    assert [row["row_id"] for row in build(tmp_path, data, target)] == list(range(7))
+    with pytest.raises(IndexError, match="Row -1 of 7"):
+        build(tmp_path, data, target)[-1]
+
+
 def test_second_run_computes_nothing(tmp_path, data, target, monkeypatch):
     first = build(tmp_path, data, target)
     counted, progress = CountedTarget(monkeypatch), []

@@ -472,7 +472,9 @@ def test_failures_that_stay_are_not(tmp_path, pauses, status):
     path = tmp_path / "answers.jsonl"
     with (
         serving(lambda *_: (status, "no")) as server,
-        pytest.raises(RuntimeError, match=rf"did not answer after 1 tries \(HTTP Error {status}.+Rows so far are kept"),
+        pytest.raises(
+            RuntimeError, match=rf"did not answer after 1 tries \(HTTP Error {status}.+Rows so far are kept"
+        ),
     ):
         ask(server, path, PROMPTS[:1])
     assert len(server.seen) == 1

@@ -105,7 +105,9 @@ def test_limit(tmp_path, target):
 )
 def test_row_without_a_prompt(tmp_path, target, row):
     file = write(tmp_path / "p.jsonl", {"prompt": words(10)}, row)
-    with pytest.raises(ValueError, match=r"p\.jsonl:2 has no prompt: it needs `messages`.+ or `prompt`, got the field"):
+    with pytest.raises(
+        ValueError, match=r"p\.jsonl:2 has no prompt: it needs `messages`.+ or `prompt`, got the field"
+    ):
         run(job(tmp_path, prompt_files=(file,)), target)
     assert not (tmp_path / "answers.jsonl").exists()
 
