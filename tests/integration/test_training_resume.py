@@ -14,12 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dspark_hf import DSparkDraftModel, train_draft as module
+from dspark_hf import DSparkDraftModel
+from dspark_hf import train_draft as module
 from dspark_hf.train_draft import DataArguments, DraftArguments, new_draft, read_sequences, train_draft
 from dspark_hf.training import DSparkTrainingArguments
 from tests.helpers import tiny_target
 from tests.integration.support import captured_log
-from tests.training_support import greedy_sequences, word_tokenizer, words
+from tests.training_support import greedy_sequences, word_tokenizer
 
 
 ROOT = Path(__file__).parents[2]
