@@ -190,7 +190,7 @@ def test_chunks_change_nothing(target, variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_blocks_together_are_blocks_alone(target, variant):
-    """All blocks of a batch in one forward give the slots of one block drafted as in decoding: prefix, anchor, masks."""
+    """All blocks in one forward give the slots of one block drafted as in decoding: prefix, anchor, masks."""
     draft, batch = random_draft(**VARIANTS[variant]), batch_of()
     ids, blocks, binding = batch["input_ids"], some_blocks(batch), draft.bind_target(target)
     features = target_features(target, ids, draft.config.target_layer_ids)
