@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import importlib
 import json
 import math
 
@@ -311,7 +312,7 @@ def test_evaluation_during_training_leaves_training_as_it_is(tmp_path, target, s
 
 
 def test_figures_go_to_tensorboard(tmp_path, target, sequences, monkeypatch):
-    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_accumulator = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "runs"))
     trainer = trainer_for(
         tmp_path, target, sequences, max_steps=3, report_to="tensorboard", eval_strategy="steps", eval_steps=3

@@ -77,7 +77,14 @@ def test_options_of_prepare():
 @pytest.mark.parametrize("text", [PREPARE, TRAIN], ids=["prepare", "train"])
 def test_every_option_that_is_named_exists(text):
     known = {name.strip("-").replace("-", "_") for name in prepare_options()} | set(train_fields())
-    known |= {"nproc_per_node", "num_processes", "draft", "output", "steps"}  # torchrun, accelerate, compare
+    known |= {
+        "nproc_per_node",
+        "num_processes",
+        "multi_gpu",
+        "draft",
+        "output",
+        "steps",
+    }  # torchrun, accelerate, compare
     named = {name.replace("-", "_") for name in re.findall(r"--([a-z][\w-]+)", text)}
     assert named <= known, named - known
 
