@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -334,15 +335,15 @@ def _summaries(results: list[PromptComparison]) -> list[ComparisonSummary]:
 
 def _print_comparison(results: list[PromptComparison], dtype: str, temperature: float) -> None:
     decoding = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
-    table = Table(title=f"Plain generation and DSpark, {dtype}, {decoding}")
+    table = Table(title=f"Plain generation and DSpark, {dtype}, {decoding}", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("prompts", no_wrap=True)
     headings = (
-        "plain\ntokens/s",
-        "DSpark\ntokens/s",
-        "speed-up",
+        "plain\ntok/s",
+        "DSpark\ntok/s",
+        "speed-\nup",
         "accepted\nlength",
         "drafts\nsent",
-        "verified\nper token",
+        "verified\n/token",
     )
     for heading in (*headings, "same\ntext"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -356,7 +357,6 @@ def _print_comparison(results: list[PromptComparison], dtype: str, temperature: 
             f"{pool.verify_length:.2f}",
             f"{pool.verified_per_token:.2f}",
             f"{pool.num_identical}/{pool.num_prompts}" if temperature == 0 else "-",
-            end_section=pool.name != "all",
         )
     console.print(table)
     if temperature == 0:
@@ -368,7 +368,7 @@ def _print_differences(results: list[PromptComparison], dtype: str) -> None:
     if not different:
         console.print("All texts are the same, token by token.")
         return
-    table = Table(title="Where the greedy texts part")
+    table = Table(title="Where the greedy texts part", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("prompt", no_wrap=True)
     for heading in ("token", "gap of the two\nbest logits"):
         table.add_column(heading, justify="right", no_wrap=True)
