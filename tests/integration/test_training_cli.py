@@ -13,6 +13,7 @@ from dspark_hf.cli import app
 from dspark_hf.default_pair import ensure_default_target
 from tests.integration.test_training_resume import target_without_mask
 from tests.training_support import word_tokenizer, words
+from tests.unit.test_prepare import good, serving
 
 
 TRAIN = ["--report_to", "none", "--use_cpu", "--disable_tqdm", "true", "--save_strategy", "no", "--num_anchors", "6"]
@@ -152,6 +153,19 @@ def test_confidence_head_without_a_sequential_one_reads_the_slot_alone(tmp_path,
     result = train(tiny, answers, tmp_path, "--max_steps", 1, "--markov_rank", 0)
     assert result.exit_code == 0, result.output + repr(result.exception)
     assert DSparkDraftModel.from_pretrained(tmp_path).config.confidence_head_with_markov is False
+
+
+def test_answers_of_a_server_are_trained_on(tmp_path, tiny, monkeypatch):
+    """Text comes back, and training encodes it with the target's template."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    prompts = write(tmp_path / "p.jsonl", *({"prompt": words(10 + i)} for i in range(6)))
+    with serving(lambda number, body: good(number, body, text=words(40, 41, 42 + number, 43))) as server:
+        arguments = ("--server", server.url, "--target", "served", "--prompts", prompts, "-o", tmp_path / "a.jsonl")
+        assert "6 rows added" in succeed("prepare", *arguments, "--concurrency", 2).stdout
+        assert "0 rows added" in succeed("prepare", *arguments).stdout
+    result = train(tiny, tmp_path / "a.jsonl", tmp_path / "draft", "--max_steps", 1, "--enable_thinking", "false")
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    assert DSparkDraftModel.from_pretrained(tmp_path / "draft").config.training_info["enable_thinking"] is False
 
 
 # Errors
