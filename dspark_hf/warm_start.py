@@ -88,9 +88,10 @@ def start_from_target_layers(draft: DSparkDraftModel, target: PreTrainedModel) -
         target (`PreTrainedModel`): The target.
 
     Raises:
+        NotImplementedError: If the target's layers are of another kind, where equal names mean other things (Gemma).
         ValueError: If the draft has more layers than the target.
     """
-    layers = target.base_model.layers
+    layers = _layers_of_the_drafts_kind(draft, target)
     if len(draft.layers) > len(layers):
         raise ValueError(
             f"A draft that starts from its target's layers must not have more of them, got {len(draft.layers)} and "
@@ -104,6 +105,21 @@ def start_from_target_layers(draft: DSparkDraftModel, target: PreTrainedModel) -
     draft.norm.weight.copy_(target.base_model.norm.weight.to(draft.norm.weight))
     hidden, taps = draft.config.hidden_size, len(draft.config.target_layer_ids)
     draft.fc.weight.copy_(torch.eye(hidden).repeat(1, taps).to(draft.fc.weight) / taps)
+
+
+def _layers_of_the_drafts_kind(draft: DSparkDraftModel, target: PreTrainedModel) -> torch.nn.ModuleList:
+    """The target's layers, if they norm where the draft's do, by weights that are factors."""
+    layers, norm = getattr(target.base_model, "layers", None), getattr(target.base_model, "norm", None)
+    if layers is not None and norm is not None:
+        ours = {name for name, _ in draft.layers[0].named_parameters()}
+        others = [name for name, _ in layers[-1].named_parameters() if "norm" in name and name not in ours]
+        factor = norm(torch.ones_like(norm.weight)[None])[0]
+        if not others and torch.allclose(factor, norm.weight, rtol=1e-2, atol=1e-3):
+            return layers
+    raise NotImplementedError(
+        f"A draft starts from layers of Llama's or Qwen3's kind only, got those of {type(target).__name__}. Leave "
+        "`target_layer_start` off."
+    )
 
 
 def _bigrams(sequences: Sequence[TrainingSequence], position: torch.Tensor) -> torch.Tensor:

@@ -109,6 +109,19 @@ def run_all(folder, rows):
             (folder / name / "result.json").write_text(json.dumps(result))
 
 
+# Threads of gloo that are still there when a process exits abort it now and then.
+WORKER = """
+import sys
+from pathlib import Path
+import torch
+from tests.integration.test_training_processes import run_all
+
+run_all(Path(sys.argv[1]), rows=2)
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
 def prepare_folder(folder):
     for name in RUNS:
         (folder / name).mkdir(parents=True)
@@ -135,10 +148,7 @@ def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     prepare_folder(folder)
     script = folder / "worker.py"
-    script.write_text(
-        "import sys\nfrom pathlib import Path\nfrom tests.integration.test_training_processes import run_all\n"
-        "run_all(Path(sys.argv[1]), rows=2)\n"
-    )
+    script.write_text(WORKER)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     log = folder / "log.txt"

@@ -130,6 +130,12 @@ def test_other_shapes_stay_as_they_were():
     assert torch.equal(draft.layers[0].mlp.up_proj.weight, before)
 
 
+def test_layers_of_another_kind_are_refused():
+    """Gemma's norms scale by 1 + weight and stand elsewhere, under names that the draft has, too."""
+    with pytest.raises(NotImplementedError, match="of Llama's or Qwen3's kind only, got those of Gemma3ForCausalLM"):
+        start_from_target_layers(random_draft(), tiny_target("gemma3"))
+
+
 def test_more_layers_than_the_target_has():
     with pytest.raises(ValueError, match="must not have more of them, got 5 and 4. Lower `draft_num_layers`"):
         start_from_target_layers(random_draft(num_hidden_layers=5), tiny_target())
