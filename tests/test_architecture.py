@@ -18,7 +18,18 @@ NAME = dspark_hf.__name__
 
 # Modules that are not listed are applications, which may import everything and which nothing below may import.
 LAYERS = {
-    0: {"_version", "sampling", "metrics", "draft_cache", "blocks", "losses", "scheduling", "calibration"},
+    0: {
+        "_version",
+        "sampling",
+        "metrics",
+        "draft_cache",
+        "blocks",
+        "losses",
+        "scheduling",
+        "calibration",
+        "drafting_history",
+        "simulation",
+    },
     1: {"_compat", "configuration_dspark", "heads", "pairing", "modeling_dspark", "checkpoints"},
     2: {
         "processors",
@@ -37,7 +48,11 @@ LAYERS = {
 }
 APPLICATIONS = 3
 # Other packages that a layer may use, the standard library aside.
-LIBRARIES = {0: {"torch"}, 1: {"torch", "transformers", "safetensors"}, 2: {"torch", "transformers", "safetensors"}}
+LIBRARIES = {
+    0: {"torch", "numpy"},
+    1: {"torch", "transformers", "safetensors"},
+    2: {"torch", "transformers", "safetensors"},
+}
 STANDARD_LIBRARY_ONLY = {"metrics", "_version"}
 MAY_PRINT = {"cli", "__main__"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 80, 500
