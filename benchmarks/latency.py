@@ -23,6 +23,7 @@ import dspark_hf
 from dspark_hf.comparison import PromptComparison, compare, summarize
 from dspark_hf.metrics import AcceptanceStats
 from dspark_hf.prompts import BUILTIN_PROMPTS, Prompt, read_prompts
+from dspark_hf.stopping_criteria import SCHEDULES
 
 
 HEADINGS = (
@@ -48,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--schedule", choices=("confidence", "constant"), default=None)
+    parser.add_argument("--schedule", choices=SCHEDULES, default=None)
     parser.add_argument("--num-assistant-tokens", type=int, default=None)
     parser.add_argument("--draft", default=None, help="another draft for the default target")
     parser.add_argument("--json", type=Path, default=None, help="also write every run to this file")

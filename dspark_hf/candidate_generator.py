@@ -20,7 +20,8 @@ from .metrics import RoundRecord
 from .modeling_dspark import DSparkDraftModel
 from .processors import are_rowwise, mirrored
 from .sampling import argmax_token, select_token
-from .stopping_criteria import AdaptiveConfidenceCriteria, resolve_options
+from .scheduling import SPSCurve
+from .stopping_criteria import AdaptiveConfidenceCriteria, resolve_options, scheduler_for
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class DraftProposal:
         draft_logits (`torch.Tensor` of shape `(1, k, V)`, *optional*):
             Exactly the logits the drafts were sampled from, fp32; `None` when greedy.
         confidence (`tuple[float, ...]`): c of every slot drafted, cut ones included; empty without a confidence head.
+        drafted (`bool`): Whether a block was drafted; `False` where drafting does not pay or no draft could be kept.
     """
 
     token_ids: torch.Tensor
     draft_logits: torch.Tensor | None = None
     confidence: tuple[float, ...] = ()
+    drafted: bool = True
 
 
 class DSparkCandidateGenerator(CandidateGenerator):
@@ -85,11 +88,31 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._saw_prompt = False
 
     def _build_criterion(self) -> AdaptiveConfidenceCriteria | None:
-        if self.options.confidence_threshold is not None:
-            return AdaptiveConfidenceCriteria(threshold=self.options.confidence_threshold)
-        if self.options.schedule == "confidence":
-            return AdaptiveConfidenceCriteria(learn_cost=not self.do_sample)
-        return None
+        scheduler = scheduler_for(self.options, self.do_sample)
+        if scheduler is None:
+            return None
+        config = self.draft.config
+        return AdaptiveConfidenceCriteria(
+            scheduler,
+            config.num_draft_slots,
+            acceptance_prior=config.acceptance_prior,
+            learn_times=not self.do_sample,
+            may_skip=self.options.confidence_threshold is None and self.options.schedule == "hardware",
+        )
+
+    @property
+    def needs_curve(self) -> bool:
+        """`bool`: Whether measured round times would change what is drafted."""
+        return self.criterion is not None and self.criterion.needs_curve
+
+    def use_curve(self, curve: SPSCurve) -> None:
+        """Schedule by measured round times; without a call, by those of a typical machine.
+
+        Args:
+            curve (`SPSCurve`): Round times of the pair on this machine.
+        """
+        if self.criterion is not None:
+            self.criterion.use_curve(curve)
 
     def check_hidden_states(self, hidden_states: tuple[torch.Tensor, ...] | None) -> None:
         """Check that the target returned the hidden states the draft reads.
@@ -154,12 +177,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
             input_ids (`torch.LongTensor` of shape `(1, s)`): Text, the anchor last.
 
         Returns:
-            [`DraftProposal`], empty where the length limit leaves no room for a draft.
+            [`DraftProposal`], empty where the length limit leaves no room for a draft, or where drafting does not pay;
+            the context waits then, and is caught up with in one pass.
         """
         # The target adds one token itself, so a draft in the last free place could never be kept.
         limit = min(self.options.num_assistant_tokens, self.max_length - input_ids.shape[1] - 1)
-        if limit < 1:
-            return DraftProposal(input_ids[:, :0])
+        if limit < 1 or (self.criterion is not None and not self.criterion.worth_drafting()):
+            return DraftProposal(input_ids[:, :0], drafted=False)
         hidden = self._parallel_stage(input_ids[:, -1:])[:, :limit]  # [1, limit, d]
         token_ids, draft_logits, confidence = self._sequential_stage(hidden, input_ids)
         length = self._cut(token_ids, confidence)
@@ -235,15 +259,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def _confidence(self, hidden: torch.Tensor, embeddings: torch.Tensor | None) -> torch.Tensor | None:
         if self.draft.confidence_head is None:
             return None
-        return torch.sigmoid(self.draft.confidence_head(hidden, embeddings).float())
+        logits = self.draft.confidence_head(hidden, embeddings).float()
+        temperatures = self.draft.config.confidence_temperatures
+        if temperatures is not None:  # sequential temperature scaling, by `dspark-hf calibrate`
+            logits = logits / logits.new_tensor(temperatures[: logits.shape[-1]])
+        return torch.sigmoid(logits)
 
     def _cut(self, token_ids: torch.Tensor, confidence: torch.Tensor | None) -> int:
         """How many drafts to send."""
         length = token_ids.shape[1]
         if self.criterion is not None:
             if confidence is None:
-                confidence = self.criterion.prior_confidence(length)
-            length = int(self.criterion.block_length(confidence))
+                confidence = self.criterion.stand_in_confidence(length)
+            length = int(self.criterion.verify_lengths(confidence))
         if self._eos_token_ids:  # nothing is kept after an accepted EOS
             for slot, token in enumerate(token_ids[0, :length].tolist()):
                 if token in self._eos_token_ids:

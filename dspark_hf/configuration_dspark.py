@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_KINDS = ("qwen3", "gemma4")
 
 
 class DSparkConfig(PreTrainedConfig):
@@ -33,6 +37,11 @@ class DSparkConfig(PreTrainedConfig):
         rope_parameters (`dict`, *optional*): RoPE in transformers' schema (`rope_theta`, `rope_type`, ...).
         attention_bias (`bool`, *optional*, defaults to `False`): Biases in the attention projections.
         attention_dropout (`float`, *optional*, defaults to 0.0): Dropout of attention weights in training.
+        layer_kind (`str`, *optional*, defaults to `"qwen3"`):
+            `"qwen3"`: two norms per layer. `"gemma4"`: norms before and after attention and MLP, a norm of the values,
+            a scalar per layer, unscaled attention scores; full-attention layers only.
+        attention_k_eq_v (`bool`, *optional*, defaults to `False`):
+            Whether the keys before their norm serve as values; with `layer_kind="gemma4"` only.
         layer_types (`list[str]`, *optional*):
             `"full_attention"` or `"sliding_attention"` per draft layer; `None` means all full.
         sliding_window (`int`, *optional*): Context tokens, counted from the anchor, that sliding layers see.
@@ -61,6 +70,12 @@ class DSparkConfig(PreTrainedConfig):
         target_name_or_path (`str`, *optional*): The target the draft was trained for, for messages.
         training_info (`dict`, *optional*): What the draft was trained on: template hash, thinking mode, data,
             versions.
+        confidence_temperatures (`list[float]`, *optional*):
+            One per draft slot, positive; the logit of c_k is divided by the k-th before the sigmoid (paper section
+            3.2). `None`: not calibrated, as if all were 1.
+        acceptance_prior (`list[float]`, *optional*):
+            One per draft slot, in [0, 1]: P(slot k accepted | all before it were), measured ahead of any call.
+        calibration_info (`dict`, *optional*): What the two were measured on: rounds, prompts, decoding, versions.
 
     Raises:
         ValueError: On any contradiction above, with the field, the value received and the remedy.
@@ -86,6 +101,8 @@ class DSparkConfig(PreTrainedConfig):
     rope_parameters: dict | None = None
     attention_bias: bool = False
     attention_dropout: float = 0.0
+    layer_kind: str = "qwen3"
+    attention_k_eq_v: bool = False
     layer_types: list[str] | None = None
     sliding_window: int | None = None
     sliding_window_non_causal: bool = False
@@ -106,8 +123,12 @@ class DSparkConfig(PreTrainedConfig):
     draft_vocab_size: int | None = None
     target_name_or_path: str | None = None
     training_info: dict | None = None
+    confidence_temperatures: list[float] | None = None
+    acceptance_prior: list[float] | None = None
+    calibration_info: dict | None = None
 
     def __post_init__(self, **kwargs):
+        _check_types(self)
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None and self.num_attention_heads:
@@ -120,7 +141,9 @@ class DSparkConfig(PreTrainedConfig):
         # transformers builds a config without arguments to find what differs from the defaults, so the two fields that
         # have no sound default are checked by the model (`require_target_fields`), everything else here.
         _check_geometry(self)
+        _check_layer_kind(self)
         _check_heads(self)
+        _check_calibration(self)
         if self.target_layer_ids is not None:
             _check_target_layer_ids(self)
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
@@ -238,6 +261,50 @@ def _full_attention_rope(text_config: PreTrainedConfig) -> dict | None:
     return {name: value for name, value in rope.items() if name != "mrope_section"} if rope else None
 
 
+def _check_types(config: DSparkConfig) -> None:
+    """Values of a kind that the checks below could not compare."""
+    integers = ("num_hidden_layers", "mask_token_id", "draft_vocab_size", "sliding_window", "num_target_layers")
+    flags = (
+        "sample_from_anchor",
+        "enable_confidence_head",
+        "confidence_head_with_markov",
+        "sliding_window_non_causal",
+        "attention_bias",
+        "attention_k_eq_v",
+    )
+    kinds = (
+        (integers, (int,), "an integer"),
+        (flags, (bool,), "true or false"),
+        (("rms_norm_eps",), (int, float), "a number"),
+        (("layer_types",), (list, tuple), "a list"),
+        (("rope_parameters",), (dict,), "a dictionary"),
+    )
+    for names, allowed, wanted in kinds:
+        for name in names:
+            value = getattr(config, name)
+            if value is not None and type(value) not in allowed:
+                raise ValueError(f"`{name}` must be {wanted}, got {value!r}. Set it in the draft's config.json.")
+
+
+def _check_layer_kind(config: DSparkConfig) -> None:
+    if config.layer_kind not in LAYER_KINDS:
+        raise ValueError(f"`layer_kind` must be one of {LAYER_KINDS}, got {config.layer_kind!r}.")
+    if config.layer_kind == "gemma4" and set(config.layer_types) != {"full_attention"}:
+        raise ValueError(
+            f"`layer_types` must be all 'full_attention' with `layer_kind='gemma4'`, got {config.layer_types}."
+        )
+    if config.attention_k_eq_v and config.layer_kind != "gemma4":
+        raise ValueError(
+            f"`attention_k_eq_v=True` needs `layer_kind='gemma4'`, got {config.layer_kind!r}: other layers have their "
+            "own value projection."
+        )
+    if config.hidden_act not in ACT2FN:
+        raise ValueError(
+            f"`hidden_act` must be an activation that transformers knows, got {config.hidden_act!r}. Set it in the "
+            "draft's config.json."
+        )
+
+
 def _check_geometry(config: DSparkConfig) -> None:
     for name in (
         "vocab_size",
@@ -286,6 +353,24 @@ def _check_heads(config: DSparkConfig) -> None:
     if config.draft_vocab_size is not None and not 1 <= config.draft_vocab_size < config.vocab_size:
         raise ValueError(
             f"`draft_vocab_size` must lie in [1, vocab_size={config.vocab_size}], got {config.draft_vocab_size}."
+        )
+
+
+def _check_calibration(config: DSparkConfig) -> None:
+    # A temperature of 0 would divide by it; a slot that is never accepted has a prior of 0.
+    _check_per_slot(config, "confidence_temperatures", "positive and finite", lambda value: 0 < value < math.inf)
+    _check_per_slot(config, "acceptance_prior", "in [0, 1]", lambda value: 0 <= value <= 1)
+
+
+def _check_per_slot(config: DSparkConfig, name: str, allowed: str, is_allowed: Callable[[float], bool]) -> None:
+    values, count = getattr(config, name), config.num_draft_slots
+    if values is None:
+        return
+    is_list = isinstance(values, (list, tuple)) and len(values) == count
+    if not is_list or not all(type(value) in (int, float) and is_allowed(value) for value in values):
+        raise ValueError(
+            f"`{name}` must be a list of {count} numbers, one for each draft slot and each {allowed}, got {values!r}. "
+            "Calibrate the draft again, or remove the field from its config.json."
         )
 
 

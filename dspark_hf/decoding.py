@@ -147,6 +147,7 @@ class _Loop:
             draft_s=drafted - start,
             verify_s=verified - drafted,
             round_s=time.perf_counter() - start,
+            drafted=proposal.drafted,
         )
         self.generator.observe(record)
         for collector in self.collectors:

@@ -30,6 +30,7 @@ class RoundRecord:
         draft_s (`float`): Seconds spent drafting.
         verify_s (`float`): Seconds of the target's forward pass.
         round_s (`float`): Seconds of the whole round.
+        drafted (`bool`): Whether a block was drafted; `False` where drafting was left out because it does not pay.
     """
 
     anchor_id: int
@@ -41,6 +42,7 @@ class RoundRecord:
     draft_s: float = 0.0
     verify_s: float = 0.0
     round_s: float = 0.0
+    drafted: bool = True
 
     @property
     def verify_length(self) -> int:
@@ -102,6 +104,11 @@ class AcceptanceStats:
     def num_verified(self) -> int:
         """`int`: Tokens that the target's forward passes carried: drafts plus one anchor per round."""
         return self.num_drafted + self.num_rounds
+
+    @property
+    def num_skipped(self) -> int:
+        """`int`: Rounds that did not draft."""
+        return sum(not record.drafted for record in self.rounds)
 
     @property
     def accepted_length(self) -> float:

@@ -223,17 +223,19 @@ class CapacityScheduler:
         if earlier is None:
             return PrefixScheduler().verify_lengths(confidence, outlook)
         rates = _rates(_descending(earlier), len(earlier), outlook.curve)
-        return _lengths(survival, round(int(rates.argmax()) * len(survival) / len(earlier)))
+        count = round(int(rates.argmax()) * len(survival) / len(earlier))
+        return _lengths(survival, min(count, survival.size))  # blocks are shorter where a text ends
 
 
 @dataclass(frozen=True)
 class LookaheadScheduler:
     """Algorithm 1 with two changes: it prices time, and it looks past a cliff with the eyes of the past.
 
-    Time is worth the tokens per second of the best fixed length, by the survival of earlier rounds. Drafts are taken
-    by descending survival; the next one is sent if it, or it together with some number of those after it, is expected
-    to bring more tokens than its time is worth. The survival of the drafts after it is not read (that would leak x_k
-    into the decision about slot k): it is the survival at hand, falling as it fell on average in earlier rounds.
+    Time is worth the tokens per second of the best fixed length, by the survival of earlier rounds, or those of plain
+    steps. Drafts are taken by descending survival; the next one is sent if it, or it together with some number of
+    those after it, is expected to bring more tokens than its time is worth. The survival of the drafts after it is
+    not read (that would leak x_k into the decision about slot k): it is the survival at hand, falling as it fell on
+    average in earlier rounds.
 
     A price, instead of the rate of the round at hand, lets a good round run longer and ends a bad one sooner: the
     tokens per second of a text are a ratio of sums, not a mean of ratios.
@@ -243,13 +245,13 @@ class LookaheadScheduler:
         """See [`Scheduler.verify_lengths`]."""
         survival = _survival(confidence)
         num_requests, num_slots = survival.shape
-        expected = np.repeat(np.maximum(outlook.expected_survival[:num_slots], 1e-9), num_requests)  # [N], descending
+        expected = _expected(outlook, num_requests, num_slots)
         tokens = np.concatenate([[0.0], expected.cumsum()])  # [N + 1]: what n drafts brought in the past
         seconds = outlook.curve.verify_table(num_requests, num_requests + len(expected))  # [N + 1]
-        price = ((num_requests + tokens) / (outlook.curve.draft_s + seconds)).max()
+        price = _price(tokens, seconds, num_requests, outlook.curve)
         descending = _descending(survival)
         sent = descending > price * np.diff(seconds)
-        # Where the next draft alone does not pay, a later end of the round may: past a cliff there is a measured point.
+        # Where the next draft alone does not pay, a later end of the round may: a measured point past a cliff.
         knots = {b - num_requests for b in outlook.curve.batch_tokens if 0 < b - num_requests < len(expected)}
         ends = np.array([*knots, len(expected)])[:, None]
         scale = descending / expected  # how much better than usual the next draft is
@@ -261,6 +263,36 @@ class LookaheadScheduler:
             if not sent[counts].all():
                 break
         return _lengths(survival, _num_leading(sent))
+
+
+@dataclass(frozen=True)
+class SearchScheduler:
+    """All counts are tried, with time priced as in [`LookaheadScheduler`]. NOT causal: for greedy decoding only.
+
+    Whether slot k is sent depends on c_{k+1}, which depends on x_k. A greedy text is the target's argmax whatever is
+    sent, so there, and only there, knowing more is free.
+    """
+
+    def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:
+        """See [`Scheduler.verify_lengths`]."""
+        survival = _survival(confidence)
+        num_requests, num_slots = survival.shape
+        past = np.concatenate([[0.0], _expected(outlook, num_requests, num_slots).cumsum()])
+        tokens = np.concatenate([[0.0], _descending(survival).cumsum(dtype=np.float64)])
+        seconds = outlook.curve.verify_table(num_requests, num_requests + survival.size)
+        price = _price(past, seconds, num_requests, outlook.curve)
+        return _lengths(survival, int((tokens - price * seconds).argmax()))
+
+
+def _expected(outlook: RoundOutlook, num_requests: int, num_slots: int) -> np.ndarray:
+    """Survival of all drafts by the past, descending, [N]."""
+    return np.repeat(np.maximum(outlook.expected_survival[:num_slots], 1e-9), num_requests)
+
+
+def _price(tokens: np.ndarray, seconds: np.ndarray, num_requests: int, curve: SPSCurve) -> float:
+    """Tokens per second that time is worth: those of the best fixed count of drafts, or of plain steps."""
+    drafting = ((num_requests + tokens) / (curve.draft_s + seconds)).max()
+    return max(float(drafting), num_requests / float(seconds[0]))
 
 
 def _survival(confidence: torch.Tensor) -> np.ndarray:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a block of drafts ends: the user's knobs, and the criterion that cuts before verification.
+"""Where a block of drafts ends, and whether one is drafted: the user's knobs, and the criterion they set.
 
 Lossless under sampling because whether slot k is sent depends only on c_0..c_k and on earlier rounds, never on x_k or
 anything after it (paper section 3.2.2, Appendix A).
@@ -7,6 +7,7 @@ anything after it (paper section 3.2.2, Appendix A).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,24 @@ from transformers import GenerationConfig, StoppingCriteria
 
 from ._compat import LIBRARY_DEFAULTS
 from .configuration_dspark import DSparkConfig
+from .drafting_history import AcceptanceHistory, DraftingGate, RoundTimes
 from .metrics import RoundRecord
+from .scheduling import (
+    CapacityScheduler,
+    LookaheadScheduler,
+    PrefixScheduler,
+    RoundOutlook,
+    Scheduler,
+    SearchScheduler,
+    SPSCurve,
+    ThresholdScheduler,
+    mean_survival,
+)
 
 
-SCHEDULES = ("constant", "confidence")
+SCHEDULES = ("constant", "confidence", "capacity", "lookahead", "hardware")
+# A machine that was not measured: a verified token more costs 5 % of a plain step, drafting 10 %.
+UNMEASURED = SPSCurve.linear(slot_cost=0.05, draft_cost=0.1)
 
 
 @dataclass(frozen=True)
@@ -28,7 +43,7 @@ class DraftingOptions:
     Args:
         num_assistant_tokens (`int`): Most drafts sent per round.
         confidence_threshold (`float`, *optional*): Cut at the first slot whose own confidence is below it.
-        schedule (`str`): `"constant"` or `"confidence"`; a threshold takes precedence over it.
+        schedule (`str`): One of `SCHEDULES`; a threshold takes precedence over it.
     """
 
     num_assistant_tokens: int
@@ -64,7 +79,7 @@ def resolve_options(
 
     num_tokens = chosen("num_assistant_tokens")
     threshold = chosen("assistant_confidence_threshold")
-    schedule = chosen("num_assistant_tokens_schedule") or "confidence"
+    schedule = chosen("num_assistant_tokens_schedule") or "hardware"
     if num_tokens is None:
         num_tokens = config.num_draft_slots
     if (
@@ -91,47 +106,84 @@ def resolve_options(
     return DraftingOptions(num_tokens, threshold, schedule)
 
 
-class AdaptiveConfidenceCriteria(StoppingCriteria):
-    """Ends a block at the slot where going on no longer pays.
-
-    With a `threshold`: at the first slot whose own confidence is below it. Without: slot k is sent while the chance
-    that its whole prefix survives, times the length of the round so far, outweighs the cost of one more verified
-    token, `a_k * (1 + k * cost) > cost * (1 + a_0 + ... + a_{k-1})`, with cost in units of a round without drafts.
-    That is the first drop of tokens per second for a verification time that is linear in its tokens (Algorithm 1 for
-    one request).
-
-    Both sides are learned from the rounds so far. The acceptance of each slot corrects its confidence, with a few
-    pseudo-rounds of prior. The cost follows the measured round times, but only if `learn_cost`: under sampling the
-    lengths steer the random stream, and the same seed has to give the same text.
-
-    It is built by the candidate generator. It is no criterion for `generate(stopping_criteria=...)`.
+def scheduler_for(options: DraftingOptions, do_sample: bool) -> Scheduler | None:
+    """The scheduler that the knobs ask for.
 
     Args:
-        threshold (`float`, *optional*): Fixed threshold in [0, 1].
-        slot_cost (`float`, *optional*, defaults to 0.05):
-            Cost of verifying one more token, in units of a round without drafts; the prior where it is learned.
-        learn_cost (`bool`, *optional*, defaults to `True`): Whether to learn the cost from round times.
+        options (`DraftingOptions`): The knobs.
+        do_sample (`bool`): Whether the call samples; only a greedy one may read the confidences of later slots.
+
+    Returns:
+        [`Scheduler`], or `None` where every draft is sent.
+    """
+    if options.confidence_threshold is not None:
+        return ThresholdScheduler(options.confidence_threshold)
+    if options.schedule == "confidence":
+        return PrefixScheduler()
+    if options.schedule == "capacity":
+        return CapacityScheduler()
+    if options.schedule == "lookahead":
+        return LookaheadScheduler()
+    if options.schedule == "hardware":
+        return LookaheadScheduler() if do_sample else SearchScheduler()
+    return None
+
+
+class AdaptiveConfidenceCriteria(StoppingCriteria):
+    """Ends a block at the slot where going on no longer pays, and says when drafting itself does not.
+
+    A scheduler decides, on confidences corrected by the acceptance of the rounds so far and on the round times of the
+    machine. It is built by the candidate generator. It is no criterion for `generate(stopping_criteria=...)`.
+
+    Args:
+        scheduler (`Scheduler`): Decides how many drafts are sent.
+        num_slots (`int`): g.
+        acceptance_prior (`Sequence[float]`, *optional*): P(slot k accepted | all before it were), from calibration.
+        curve (`SPSCurve`, *optional*): Round times of the machine; without one, those of a typical accelerator.
+        learn_times (`bool`, *optional*, defaults to `True`): Whether to follow the round times actually seen.
+        may_skip (`bool`, *optional*, defaults to `False`): Whether rounds may go without drafts where they do not pay.
     """
 
-    PRIOR_ROUNDS = 4.0
-    PRIOR_ACCEPTANCE = 0.75
-    PRIOR_TOKEN_SPREAD = 8.0
-    TIME_DECAY = 0.95
-
-    def __init__(self, threshold: float | None = None, slot_cost: float = 0.05, learn_cost: bool = True):
-        self.threshold = threshold
-        self.learn_cost = learn_cost
-        self._slot_cost = slot_cost
-        self._prior_cost = slot_cost
-        self._expected: dict[int, float] = {}
-        self._accepted: dict[int, int] = {}
-        self._reached: dict[int, int] = {}
-        self._times = [0.0] * 6  # decayed sums: 1, tokens, seconds, tokens^2, tokens * seconds, drafting seconds
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        num_slots: int,
+        acceptance_prior: Sequence[float] | None = None,
+        curve: SPSCurve | None = None,
+        learn_times: bool = True,
+        may_skip: bool = False,
+    ):
+        self.scheduler = scheduler
+        self.history = AcceptanceHistory(num_slots, acceptance_prior)
+        self._learn_times = learn_times
+        self.use_curve(curve if curve is not None else UNMEASURED)
+        self._gate = DraftingGate() if may_skip else None
 
     @property
-    def slot_cost(self) -> float:
-        """`float`: Current cost of one more verified token, in units of a round without drafts."""
-        return self._slot_cost
+    def needs_curve(self) -> bool:
+        """`bool`: Whether round times make a difference."""
+        return not isinstance(self.scheduler, ThresholdScheduler)
+
+    @property
+    def curve(self) -> SPSCurve:
+        """[`SPSCurve`]: Round times as of now."""
+        return self._times.curve
+
+    def use_curve(self, curve: SPSCurve) -> None:
+        """Start from measured round times.
+
+        Args:
+            curve (`SPSCurve`): Round times of the pair on this machine.
+        """
+        self._times = RoundTimes(curve, self._learn_times)
+
+    def worth_drafting(self) -> bool:
+        """Whether to draft in the next round; asked once per round.
+
+        Returns:
+            `bool`
+        """
+        return self._gate is None or self._gate.opens(self._outlook())
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
         """Whether to end the block before the last slot in `confidence`.
@@ -153,10 +205,10 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
                 "AdaptiveConfidenceCriteria ends blocks of drafts, not the generation. Do not pass it as "
                 "`stopping_criteria`; set `draft.generation_config.assistant_confidence_threshold` instead."
             )
-        return self.block_length(confidence) < confidence.shape[-1]
+        return self.verify_lengths(confidence) < confidence.shape[-1]
 
-    def block_length(self, confidence: torch.Tensor) -> torch.Tensor:
-        """Drafts to send, from the confidences of a whole block; slot k's admission reads c_0 to c_k only.
+    def verify_lengths(self, confidence: torch.Tensor) -> torch.Tensor:
+        """Drafts to send, from the confidences of a whole block.
 
         Args:
             confidence (`torch.Tensor` of shape `(R, g)`): c_k, in [0, 1].
@@ -164,17 +216,12 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         Returns:
             `torch.LongTensor` of shape `(R,)`, values 0 to g.
         """
-        if self.threshold is not None:
-            admitted = confidence >= self.threshold
-        else:
-            survival = self._corrected(confidence).cumprod(dim=-1)  # a_k
-            tokens_before = 1 + survival.cumsum(dim=-1) - survival
-            slots = torch.arange(confidence.shape[-1], device=confidence.device)
-            admitted = survival * (1 + slots * self._slot_cost) > self._slot_cost * tokens_before
-        return admitted.long().cumprod(dim=-1).sum(dim=-1)
+        if self.needs_curve:  # a threshold is the user's, on the confidence as it is
+            confidence = self.history.corrected(confidence)
+        return self.scheduler.verify_lengths(confidence, self._outlook())
 
-    def prior_confidence(self, num_slots: int) -> torch.Tensor:
-        """Stand-in for the confidences of a draft without a confidence head: the acceptance seen so far.
+    def stand_in_confidence(self, num_slots: int) -> torch.Tensor:
+        """Confidences of a draft without a confidence head: the acceptance so far.
 
         Args:
             num_slots (`int`): g.
@@ -182,12 +229,7 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         Returns:
             `torch.Tensor` of shape `(1, g)`, fp32.
         """
-        weight = self.PRIOR_ROUNDS
-        rates = [
-            (self._accepted.get(k, 0) + weight * self.PRIOR_ACCEPTANCE) / (self._reached.get(k, 0) + weight)
-            for k in range(num_slots)
-        ]
-        return torch.tensor([rates])
+        return torch.tensor([self.history.conditional_acceptance[:num_slots]])
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from a finished round.
@@ -195,35 +237,11 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         Args:
             record (`RoundRecord`): The round.
         """
-        for slot in range(min(record.num_accepted + 1, record.verify_length)):
-            self._reached[slot] = self._reached.get(slot, 0) + 1
-            self._accepted[slot] = self._accepted.get(slot, 0) + (record.num_accepted > slot)
-            if record.confidence:
-                self._expected[slot] = self._expected.get(slot, 0.0) + record.confidence[slot]
-        if self.learn_cost:
-            self._learn_cost(record)
+        self._times.observe(record)
+        if record.drafted:
+            self.history.observe(record)
+            if self._gate is not None:
+                self._gate.observe(record, self.curve)
 
-    def _corrected(self, confidence: torch.Tensor) -> torch.Tensor:
-        if not self._expected:
-            return confidence
-        weight = self.PRIOR_ROUNDS
-        factors = [
-            (self._accepted.get(k, 0) + weight) / (self._expected[k] + weight) if k in self._expected else 1.0
-            for k in range(confidence.shape[-1])
-        ]
-        return (confidence * confidence.new_tensor(factors)).clamp(max=1.0)
-
-    def _learn_cost(self, record: RoundRecord) -> None:
-        """Decayed least squares of verification seconds on drafts sent, shrunk towards the prior slope."""
-        tokens, seconds = record.verify_length, record.verify_s
-        if self._times[0] > 1:  # a stall of the machine says nothing about the cost of a token
-            seconds = min(seconds, 2 * self._times[2] / self._times[0])
-        new = (1.0, tokens, seconds, tokens * tokens, tokens * seconds, record.draft_s)
-        self._times = [self.TIME_DECAY * old + value for old, value in zip(self._times, new, strict=True)]
-        count, sum_x, sum_y, sum_xx, sum_xy, sum_draft = self._times
-        spread, covariance = sum_xx - sum_x**2 / count, sum_xy - sum_x * sum_y / count
-        mean_s, mean_tokens, weight = sum_y / count, sum_x / count, self.PRIOR_TOKEN_SPREAD
-        prior_slope = self._prior_cost * mean_s / (1 + self._prior_cost * mean_tokens)
-        slope = max(0.0, (covariance + weight * prior_slope) / (spread + weight))
-        base_s = max(mean_s - slope * mean_tokens, 1e-9) + sum_draft / count
-        self._slot_cost = min(slope / base_s, 1.0)
+    def _outlook(self) -> RoundOutlook:
+        return RoundOutlook(self.curve, mean_survival(self.history.conditional_acceptance))

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafting half of a round; that its logits are the ones sampled from is tested in tests/losslessness."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from dspark_hf import DraftProposal, DSparkCandidateGenerator
+from dspark_hf import DraftProposal, DSparkCandidateGenerator, RoundRecord
+from dspark_hf.scheduling import LookaheadScheduler, SearchScheduler, SPSCurve, ThresholdScheduler
 from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target, uncached_block
 
 
@@ -132,11 +135,63 @@ def test_criterion_follows_the_knobs():
     assert build(target, draft).criterion is None
     draft.generation_config.num_assistant_tokens_schedule = None
     config = GenerationConfig(do_sample=False, max_length=9)
-    assert DSparkCandidateGenerator(target, draft, config).criterion.learn_cost is True
-    config.do_sample = True  # time must not steer the random stream
-    assert DSparkCandidateGenerator(target, draft, config).criterion.learn_cost is False
+    greedy = DSparkCandidateGenerator(target, draft, config)
+    config.do_sample = True
+    sampling = DSparkCandidateGenerator(target, draft, config)
+    assert isinstance(greedy.criterion.scheduler, SearchScheduler)
+    assert isinstance(sampling.criterion.scheduler, LookaheadScheduler)
+    slow = RoundRecord(1, (2,), (0.5,), 0, 3, 1, draft_s=5.0, verify_s=9.0, round_s=14.0)
+    for generator in (greedy, sampling):
+        assert generator.needs_curve
+        generator.use_curve(SPSCurve((1, 5), (1.0, 2.0), 0.1))
+        generator.observe(slow)
+    assert greedy.criterion.curve.plain_s > 5
+    assert sampling.criterion.curve.plain_s == 1.0, "time must not steer the random stream"
     draft.generation_config.assistant_confidence_threshold = 0.25
-    assert DSparkCandidateGenerator(target, draft, config).criterion.threshold == 0.25
+    threshold = DSparkCandidateGenerator(target, draft, config)
+    assert threshold.criterion.scheduler == ThresholdScheduler(0.25)
+    assert not threshold.needs_curve
+
+
+@torch.no_grad()
+def test_context_waits_while_drafting_does_not_pay():
+    """A skipped round keeps its context; the next block sees it as if nothing had been skipped."""
+    target = tiny_target()
+    draft = oracle_draft(target)
+    text = random_prompt(9)
+    states = hidden_states(target, text)
+    proposals = []
+    for skip in (False, True):
+        generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
+        gate = iter((not skip, True))
+        generator.criterion = SimpleNamespace(
+            worth_drafting=lambda gate=gate: next(gate),
+            verify_lengths=lambda confidence: torch.tensor([confidence.shape[1]]),
+        )
+        generator.add_context(states, 6, {})
+        first = generator.propose(text[:, :7])
+        assert (first.drafted, first.token_ids.shape[1]) == ((False, 0) if skip else (True, 4))
+        generator.add_context(tuple(layer[:, 6:] for layer in states), 2, {})
+        proposals.append(generator.propose(text[:, :9]))
+    assert torch.equal(proposals[0].token_ids, proposals[1].token_ids)
+    assert proposals[0].confidence == pytest.approx(proposals[1].confidence, abs=1e-5)
+
+
+@torch.no_grad()
+def test_confidence_uses_the_calibrated_temperatures():
+    target = tiny_target()
+    draft = oracle_draft(target)
+    text = random_prompt(6)
+
+    def confidence() -> torch.Tensor:
+        generator = build(target, draft)
+        generator.add_context(hidden_states(target, text[:, :-1]), 5, {})
+        return torch.tensor(generator.propose(text).confidence)
+
+    before = confidence()
+    draft.config.confidence_temperatures = [0.5, 1.0, 2.0, 4.0]
+    after = confidence()
+    torch.testing.assert_close(after.logit(), before.logit() / torch.tensor([0.5, 1.0, 2.0, 4.0]))
 
 
 @torch.no_grad()

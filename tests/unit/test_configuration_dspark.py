@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 
+import json
 import re
 
 import pytest
@@ -215,3 +216,56 @@ def test_spread_layers_are_always_allowed():
 def test_nothing_to_read_is_refused(depth, num_taps):
     with pytest.raises(ValueError, match=f"got {depth} layers and {num_taps} taps"):
         spread_layer_ids(depth, num_taps)
+
+
+# Calibration.
+
+
+CALIBRATION = {
+    "confidence_temperatures": [1.5, 1.0, 0.5, 2.0],
+    "acceptance_prior": [0.75, 0.5, 0.0, 1.0],
+    "calibration_info": {"num_rounds": 200, "decoding": "greedy"},
+}
+
+
+def test_calibration_is_saved_and_loaded(tmp_path):
+    tiny_config(**CALIBRATION).save_pretrained(tmp_path)
+    loaded = DSparkConfig.from_pretrained(tmp_path)
+    assert {name: getattr(loaded, name) for name in CALIBRATION} == CALIBRATION
+
+
+def test_config_of_before_calibration_loads(tmp_path):
+    tiny_config(**CALIBRATION).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k not in CALIBRATION}))
+    loaded = DSparkConfig.from_pretrained(tmp_path)
+    assert [getattr(loaded, name) for name in CALIBRATION] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("confidence_temperatures", [1.0, 1.0, 1.0]),
+        ("confidence_temperatures", [1.0] * 5),
+        ("confidence_temperatures", [1.0, 1.0, 0.0, 1.0]),
+        ("confidence_temperatures", [1.0, -2.0, 1.0, 1.0]),
+        ("confidence_temperatures", [1.0, float("inf"), 1.0, 1.0]),
+        ("confidence_temperatures", [1.0, float("nan"), 1.0, 1.0]),
+        ("acceptance_prior", [0.5, 0.5]),
+        ("acceptance_prior", [0.5, 1.25, 0.5, 0.5]),
+        ("acceptance_prior", [0.5, -0.25, 0.5, 0.5]),
+        ("acceptance_prior", [0.5, float("nan"), 0.5, 0.5]),
+    ],
+)
+def test_calibration_of_another_draft_or_out_of_range_is_refused(name, values):
+    allowed = {"confidence_temperatures": "positive and finite", "acceptance_prior": "in [0, 1]"}[name]
+    message = f"`{name}` must be a list of 4 numbers, one for each draft slot and each {allowed}, got {values!r}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tiny_config(**{name: values})
+
+
+def test_one_value_per_slot_where_slot_0_repeats_the_anchor():
+    fields = {"block_size": 4, "sample_from_anchor": False}
+    assert tiny_config(**fields, acceptance_prior=[0.5, 0.25, 0.0]).acceptance_prior == [0.5, 0.25, 0.0]
+    with pytest.raises(ValueError, match="must be a list of 3 numbers"):
+        tiny_config(**fields, acceptance_prior=[0.5] * 4)

@@ -19,8 +19,8 @@ def resolve(draft=None, call=None, **config):
 
 
 def test_nothing_set():
-    assert resolve() == DraftingOptions(4, None, "confidence")
-    assert resolve(block_size=6, sample_from_anchor=False) == DraftingOptions(5, None, "confidence")
+    assert resolve() == DraftingOptions(4, None, "hardware")
+    assert resolve(block_size=6, sample_from_anchor=False) == DraftingOptions(5, None, "hardware")
 
 
 def test_library_defaults_are_nobodys_choice():
@@ -30,15 +30,15 @@ def test_library_defaults_are_nobodys_choice():
 
 
 def test_without_a_call():
-    assert resolve_options(tiny_config(), GenerationConfig()) == DraftingOptions(4, None, "confidence")
+    assert resolve_options(tiny_config(), GenerationConfig()) == DraftingOptions(4, None, "hardware")
 
 
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
-        ({"num_assistant_tokens": 2}, DraftingOptions(2, None, "confidence")),
-        ({"assistant_confidence_threshold": 0.0}, DraftingOptions(4, 0.0, "confidence")),
-        ({"assistant_confidence_threshold": 1.0}, DraftingOptions(4, 1.0, "confidence")),
+        ({"num_assistant_tokens": 2}, DraftingOptions(2, None, "hardware")),
+        ({"assistant_confidence_threshold": 0.0}, DraftingOptions(4, 0.0, "hardware")),
+        ({"assistant_confidence_threshold": 1.0}, DraftingOptions(4, 1.0, "hardware")),
         ({"num_assistant_tokens_schedule": "confidence"}, DraftingOptions(4, None, "confidence")),
     ],
 )
@@ -55,7 +55,7 @@ def test_on_the_draft_every_value_counts():
 def test_the_call_comes_first():
     draft = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.9}
     call = {"num_assistant_tokens": 1, "assistant_confidence_threshold": 0.2}
-    assert resolve(draft, call) == DraftingOptions(1, 0.2, "confidence")
+    assert resolve(draft, call) == DraftingOptions(1, 0.2, "hardware")
 
 
 ERRORS = [

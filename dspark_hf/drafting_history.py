@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rounds of a request teach: how often each slot is accepted, what a round costs, and whether drafting pays.
+
+Never sees a model. Slots are 0-based.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from .metrics import RoundRecord
+from .scheduling import RoundOutlook, SPSCurve
+
+
+class AcceptanceHistory:
+    """How often slot k was accepted when all before it were, and how that compares with its confidence.
+
+    Both are means of the recent rounds, with a few pseudo-rounds of a prior: P(accept k) as measured when the draft
+    was calibrated, or `PRIOR_ACCEPTANCE`, which is low enough for a useless draft to be found out in two rounds.
+
+    Args:
+        prior (`Sequence[float]`, *optional*): P(slot k accepted | all before it were), from calibration.
+    """
+
+    DECAY = 0.97  # a text changes its kind within some tens of rounds
+    PRIOR_ROUNDS = 4.0
+    PRIOR_ACCEPTANCE, PRIOR_ACCEPTANCE_ROUNDS = 0.6, 2.0
+
+    def __init__(self, num_slots: int, prior: Sequence[float] | None = None):
+        self._prior = np.asarray(prior if prior is not None else [self.PRIOR_ACCEPTANCE] * num_slots)
+        self._prior_rounds = self.PRIOR_ROUNDS if prior is not None else self.PRIOR_ACCEPTANCE_ROUNDS
+        self._accepted, self._reached, self._expected = np.zeros((3, num_slots))
+
+    def observe(self, record: RoundRecord) -> None:
+        """Learn from a round that drafted.
+
+        Args:
+            record (`RoundRecord`): The round.
+        """
+        for sums in (self._accepted, self._reached, self._expected):
+            sums *= self.DECAY
+        judged = min(record.num_accepted + 1, record.verify_length)
+        self._reached[:judged] += 1
+        self._accepted[: record.num_accepted] += 1
+        self._expected[:judged] += record.confidence[:judged] if record.confidence else 1.0
+
+    @property
+    def conditional_acceptance(self) -> tuple[float, ...]:
+        """`tuple[float, ...]`: P(slot k accepted | all before it were)."""
+        weight = self._prior_rounds
+        return tuple(((self._accepted + weight * self._prior) / (self._reached + weight)).tolist())
+
+    def corrected(self, confidence: torch.Tensor) -> torch.Tensor:
+        """Confidences scaled by how often such slots were accepted of late.
+
+        Args:
+            confidence (`torch.Tensor` of shape `(R, k)`): In [0, 1].
+
+        Returns:
+            `torch.Tensor` of shape `(R, k)`, in [0, 1].
+        """
+        weight = self.PRIOR_ROUNDS
+        factors = (self._accepted + weight) / (self._expected + weight)
+        factors = confidence.new_tensor(factors[: confidence.shape[-1]])
+        return (confidence * factors).clamp(max=1.0)
+
+
+class RoundTimes:
+    """The round-time curve of the machine as it is now: a prior curve, bent to the rounds seen.
+
+    The seconds of verification are fitted, by decayed least squares, as a part that every pass has and a part that
+    grows as the prior curve does; how fast it grows is shrunk towards the prior. Drafting is a decayed mean. The unit
+    of the prior does not matter, only its shape.
+
+    Args:
+        curve (`SPSCurve`): Measured, or [`SPSCurve.linear`].
+        learn (`bool`): Whether to follow the clock at all. Under sampling it must not: how many drafts are sent steers
+            the random stream, and the same seed has to give the same text.
+    """
+
+    DECAY = 0.95
+    PRIOR_TOKEN_SPREAD = (
+        8.0  # variance of the tokens verified, summed over rounds, at which data and prior weigh alike
+    )
+    PRIOR_DRAFTS = 2.0
+
+    def __init__(self, curve: SPSCurve, learn: bool):
+        self.curve = curve
+        self._prior = curve
+        self._learn = learn
+        self._sums = np.zeros(5)  # rounds, growth, seconds, growth^2, growth * seconds
+        self._drafting = np.zeros(2)  # rounds that drafted, their drafting seconds
+
+    def observe(self, record: RoundRecord) -> None:
+        """Learn from a round.
+
+        Args:
+            record (`RoundRecord`): The round.
+        """
+        if not self._learn or record.verify_s <= 0:  # an engine that does not time its rounds
+            return
+        growth = self._prior.verify(1 + record.verify_length) - self._prior.plain_s
+        seconds = _without_stall(record.verify_s, self._sums[0], self._sums[2])
+        self._sums = self.DECAY * self._sums + [1, growth, seconds, growth * growth, growth * seconds]
+        if record.drafted:
+            draft_s = _without_stall(record.draft_s, *self._drafting)
+            self._drafting = self.DECAY * self._drafting + [1, draft_s]
+        self.curve = self._fit()
+
+    def _fit(self) -> SPSCurve:
+        prior = self._prior
+        count, growth, seconds, growth_2, product = self._sums
+        mean_growth, mean_s = growth / count, seconds / count
+        prior_scale = mean_s / (prior.plain_s + mean_growth)  # the prior curve through the mean round
+        tokens = prior.batch_tokens[-1] - prior.batch_tokens[0]
+        per_token = (prior.verify_s[-1] - prior.verify_s[0]) / tokens if tokens else 0.0
+        weight = self.PRIOR_TOKEN_SPREAD * per_token * per_token
+        spread, covariance = growth_2 - growth * mean_growth, product - growth * mean_s
+        scale = max(0.0, (covariance + weight * prior_scale) / (spread + weight)) if weight else prior_scale
+        base_s = max(mean_s - scale * mean_growth, 0.1 * mean_s)
+        drafts, draft_s = self._drafting
+        draft_s = (draft_s + self.PRIOR_DRAFTS * prior_scale * prior.draft_s) / (drafts + self.PRIOR_DRAFTS)
+        verify_s = tuple(max(base_s + scale * (y - prior.plain_s), 0.1 * mean_s) for y in prior.verify_s)
+        return SPSCurve(prior.batch_tokens, verify_s, float(draft_s))
+
+
+class DraftingGate:
+    """Whether the next round drafts at all: only while rounds that draft bring more tokens per second than plain ones.
+
+    What drafting brings is a decayed mean over the rounds that drafted, with a few pseudo-rounds of what the past
+    lets expect; their time is the curve's, so that it does not depend on the clock. Where it does not pay, a round is
+    drafted now and then to see whether it does again, each time after twice as long a wait.
+    """
+
+    DECAY = 0.9
+    PRIOR_ROUNDS = 3.0
+    FIRST_WAIT, LONGEST_WAIT = 8, 64
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._wait = self._rounds_left = self.FIRST_WAIT
+
+    def opens(self, outlook: RoundOutlook) -> bool:
+        """Decide about the next round.
+
+        Args:
+            outlook (`RoundOutlook`): The past, and the machine.
+
+        Returns:
+            `bool`: Whether to draft.
+        """
+        if self._pays(outlook):
+            self._wait = self._rounds_left = self.FIRST_WAIT
+            return True
+        if self._rounds_left > 0:
+            self._rounds_left -= 1
+            return False
+        self._wait = self._rounds_left = min(2 * self._wait, self.LONGEST_WAIT)
+        return True
+
+    def observe(self, record: RoundRecord, curve: SPSCurve) -> None:
+        """Learn from a round that drafted.
+
+        Args:
+            record (`RoundRecord`): The round.
+            curve (`SPSCurve`): Round times.
+        """
+        seconds = curve.round_s(1 + record.verify_length)
+        self._tokens = self.DECAY * self._tokens + record.accepted_length
+        self._seconds = self.DECAY * self._seconds + seconds / curve.plain_s  # in plain steps: the machine may change
+        if record.accepted_length * curve.plain_s > seconds:  # a probe that paid is followed by another one
+            self._wait, self._rounds_left = self.FIRST_WAIT, 0
+
+    def _pays(self, outlook: RoundOutlook) -> bool:
+        tokens, seconds = best_fixed_length(outlook)
+        tokens = self._tokens + self.PRIOR_ROUNDS * tokens
+        return tokens > self._seconds + self.PRIOR_ROUNDS * seconds / outlook.curve.plain_s
+
+
+def best_fixed_length(outlook: RoundOutlook) -> tuple[float, float]:
+    """Tokens and seconds of a round of one request, at the fixed number of drafts that is fastest by the past.
+
+    Args:
+        outlook (`RoundOutlook`): The past, and the machine.
+
+    Returns:
+        `tuple[float, float]`: expected tokens per round, bonus token included, and seconds of a round.
+    """
+    tokens = 1 + np.cumsum(outlook.expected_survival)
+    seconds = outlook.curve.draft_s + outlook.curve.verify_table(2, 1 + len(tokens))
+    best = int((tokens / seconds).argmax())
+    return float(tokens[best]), float(seconds[best])
+
+
+def _without_stall(seconds: float, rounds: float, total: float) -> float:
+    """At most twice the mean so far: a stall of the machine says nothing about the cost of a token."""
+    return min(seconds, 2 * total / rounds) if rounds > 1 else seconds
