@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -26,12 +27,15 @@ from .metrics import AcceptanceStats, RoundRecord, active_collectors
 from .modeling_dspark import DSparkDraftModel
 from .outputs import DSparkGenerateOutput, OutputLog
 from .processors import are_rowwise
+from .profiling import profile_for
 from .sampling import accept_drafts, select_bonus, verify_block
 
 
 logger = logging.get_logger("transformers.dspark_hf.decoding")
 
 HOPELESS_ROUNDS, HOPELESS_LENGTH = 16, 1.05
+# Rounds that sent drafts, and their tokens, for the warning alone: nothing that is drafted depends on other calls.
+_SENT: weakref.WeakKeyDictionary[DSparkDraftModel, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
 def decode(
@@ -81,7 +85,7 @@ def decode(
         raise
     if streamer is not None:
         streamer.end()
-    _warn_if_hopeless(loop.stats)
+    _warn_if_hopeless(assistant_model, loop.stats)
     if generation_config.return_dict_in_generate:
         return loop.log.finish(loop.input_ids, loop.model_kwargs[CACHE_KEY], CACHE_KEY, loop.stats)
     return loop.input_ids
@@ -113,10 +117,19 @@ class _Loop:
         self.model_kwargs = model_kwargs
         self.do_sample = bool(generation_config.do_sample)
         self.generator = DSparkCandidateGenerator(target, draft, generation_config, logits_processor)
+        self._use_round_times(draft)
         self.log = OutputLog(generation_config)
         self.stats = AcceptanceStats()
         self.collectors = (self.stats, *active_collectors())
         self.finished = False
+
+    def _use_round_times(self, draft: DSparkDraftModel) -> None:
+        """Schedule by the round times of this machine, where they are known or worth measuring."""
+        if self.generator.needs_curve:
+            length = self.input_ids.shape[1]
+            profile = profile_for(self.target, draft, self.config.max_length - length)
+            if profile is not None:
+                self.generator.use_curve(profile.curve(length))
 
     def run(self) -> Iterator[torch.Tensor]:
         """Yield the tokens of each round, `(1, n)`, the prefill's one token first."""
@@ -314,9 +327,13 @@ def _check_batch_and_cache(
         )
 
 
-def _warn_if_hopeless(stats: AcceptanceStats) -> None:
-    drafted = AcceptanceStats([record for record in stats.rounds if record.verify_length])
-    if drafted.num_rounds >= HOPELESS_ROUNDS and drafted.accepted_length < HOPELESS_LENGTH:
+def _warn_if_hopeless(draft: DSparkDraftModel, stats: AcceptanceStats) -> None:
+    """Over all calls with a draft: one call soon stops drafting where it does not pay, and has too little to say."""
+    sent = [record for record in stats.rounds if record.verify_length]
+    rounds, tokens = _SENT.get(draft, (0, 0))
+    rounds, tokens = rounds + len(sent), tokens + sum(record.accepted_length for record in sent)
+    _SENT[draft] = (rounds, tokens)
+    if rounds >= HOPELESS_ROUNDS and tokens < HOPELESS_LENGTH * rounds:
         logger.warning_once(
             "The DSpark draft is almost never accepted; the text is right, but nothing is gained. Likely causes: a "
             "draft made for another target or another chat template or thinking mode, or a checkpoint whose layer "

@@ -99,11 +99,8 @@ def slot_losses(
     Returns:
         `tuple`: [`LossSums`] and the acceptance rates `(N,)`, fp32, detached, in [0, 1].
     """
-    draft_logits = draft_logits.float()
-    target_probs = target_probs.detach()
-    log_q = torch.log_softmax(draft_logits, dim=-1)
-    cross_entropy = functional.nll_loss(log_q, label_ids, reduction="none") * label_in_vocabulary
-    l1 = (log_q.exp() - target_probs).abs().sum(dim=-1)
+    cross_entropy, l1 = _Distances.apply(draft_logits.float(), target_probs.detach(), label_ids)
+    cross_entropy = cross_entropy * label_in_vocabulary
     if left_out_probs is not None:
         l1 = l1 + left_out_probs.detach()
     acceptance_rate = (1 - l1.detach() / 2).clamp(0, 1)
@@ -113,6 +110,32 @@ def slot_losses(
         confidence = (weights * bce).sum()
     sums = LossSums((weights * cross_entropy).sum(), (weights * l1).sum(), confidence, weights.sum())
     return sums, acceptance_rate
+
+
+class _Distances(torch.autograd.Function):
+    """Cross entropy of the labels and L1 distance to p, per slot; one pass over [N, V] each way.
+
+    With s = sign(q - p): d CE / d logits = q - onehot(label), d L1 / d logits = q * (s - sum of s * q).
+    """
+
+    @staticmethod
+    def forward(ctx, logits, target_probs, label_ids):  # noqa: ARG004
+        log_normaliser = logits.logsumexp(dim=-1, keepdim=True)
+        probs = torch.sub(logits, log_normaliser).exp_()
+        label_logits = logits.gather(-1, label_ids[:, None])
+        ctx.save_for_backward(probs, target_probs, label_ids)
+        cross_entropy = (log_normaliser - label_logits).squeeze(-1)
+        return cross_entropy, torch.sub(probs, target_probs).abs_().sum(dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad_cross_entropy, grad_l1):
+        probs, target_probs, label_ids = ctx.saved_tensors
+        sign = torch.sub(probs, target_probs).sign_()
+        mean_sign = torch.linalg.vecdot(sign, probs)
+        # q * (grad_l1 * (s - mean) + grad_ce), and -grad_ce at the label
+        grad = sign.mul_(grad_l1[:, None]).add_((grad_cross_entropy - grad_l1 * mean_sign)[:, None]).mul_(probs)
+        grad.scatter_add_(-1, label_ids[:, None], -grad_cross_entropy[:, None])
+        return grad, None, None
 
 
 def combine(sums: LossSums, loss_weights: LossWeights, normaliser: torch.Tensor | float) -> torch.Tensor:

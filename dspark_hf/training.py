@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training a draft with transformers' Trainer (paper section 3.3): one forward over all blocks of a batch.
 
-Legend: b batch, s sequence, n anchors, g block_size, N slots that count, d hidden, V target vocabulary, D draft
-vocabulary.
+Legend: b batch, s sequence.
 """
 
 from __future__ import annotations
@@ -12,24 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
-from .blocks import (
-    AnchorBlocks,
-    block_attention_mask,
-    block_input_ids,
-    block_position_ids,
-    label_blocks,
-    previous_ids,
-    sample_anchors,
-)
-from .data import TargetFeatures, collate, target_features
+from .blocks import AnchorBlocks, label_blocks, sample_anchors
+from .data import collate, target_features
 from .feature_cache import cached_features, collate_features
-from .losses import LossSums, LossWeights, combine, decay_weights, slot_losses
+from .losses import LossSums, LossWeights, decay_weights
 from .modeling_dspark import DSparkDraftModel
-from .pairing import TargetBinding
+from .objective import BlockObjective, SlotSums, draft_blocks
 
 
 @dataclass
@@ -76,189 +66,6 @@ class DSparkTrainingArguments(TrainingArguments):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` must be >= 0, got {getattr(self, name)}. 0 leaves that term out.")
         decay_weights(1, self.loss_decay)
-
-
-@dataclass(frozen=True)
-class SlotSums:
-    """Sums over slots for the log: they add up across batches, and are divided at the end.
-
-    Args:
-        acceptance_rate (`torch.Tensor` of shape `(g,)`): Sum of 1 - TV per slot.
-        confidence_error (`torch.Tensor` of shape `(g,)`): Sum of |c - (1 - TV)| per slot.
-        count (`torch.Tensor` of shape `(g,)`): Slots counted.
-        accepted_length (`torch.Tensor`): Sum over blocks of the expected accepted length, bonus token included.
-        num_blocks (`torch.Tensor`): Blocks counted.
-    """
-
-    acceptance_rate: torch.Tensor
-    confidence_error: torch.Tensor
-    count: torch.Tensor
-    accepted_length: torch.Tensor
-    num_blocks: torch.Tensor
-
-    def __add__(self, other: SlotSums) -> SlotSums:
-        return SlotSums(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
-
-
-def draft_blocks(
-    draft: torch.nn.Module,
-    binding: TargetBinding,
-    input_ids: torch.Tensor,
-    features: TargetFeatures,
-    blocks: AnchorBlocks,
-) -> torch.Tensor:
-    """The parallel stage over all blocks of a batch.
-
-    Args:
-        draft (`DSparkDraftModel`): The draft, or a wrapper of it whose forward is the draft's.
-        binding (`TargetBinding`): The shared modules.
-        input_ids (`torch.LongTensor` of shape `(b, s)`): The sequences.
-        features (`TargetFeatures`): The target's hidden states of them.
-        blocks (`AnchorBlocks`): The blocks.
-
-    Returns:
-        `torch.Tensor` of shape `(b, n, g, d)`: slots after the final norm.
-    """
-    config = getattr(draft, "module", draft).config
-    b, s = input_ids.shape
-    ids = block_input_ids(input_ids, blocks, config.mask_token_id)
-    dtype = getattr(draft, "module", draft).fc.weight.dtype
-    masks = {"full_attention": block_attention_mask(blocks, s)}
-    if config.sliding_window is not None:
-        masks["sliding_attention"] = block_attention_mask(
-            blocks, s, config.sliding_window, causal_in_block=not config.sliding_window_non_causal
-        )
-    outputs = draft(
-        noise_embeds=binding.embed(ids.view(b, -1)).detach().to(dtype),
-        context_hidden_states=features.context_hidden_states.to(dtype),
-        position_ids=block_position_ids(blocks, s),
-        attention_mask=masks,
-    )
-    return outputs.last_hidden_state.view(*ids.shape, -1)
-
-
-class BlockObjective:
-    """Losses and figures of a batch of blocks, in chunks of slots.
-
-    Args:
-        draft (`DSparkDraftModel`): The draft, unwrapped.
-        binding (`TargetBinding`): The shared modules.
-        loss_decay (`float`): See [`DSparkTrainingArguments`].
-        chunk_size (`int`): Slots whose logits exist at once.
-    """
-
-    def __init__(self, draft: DSparkDraftModel, binding: TargetBinding, loss_decay: float, chunk_size: int):
-        self.draft, self.binding, self.chunk_size = draft, binding, chunk_size
-        self.loss_decay = loss_decay
-        vocab_size = draft.config.vocab_size
-        self.kept_ids = draft.draft_token_ids()
-        self.to_draft_ids = None
-        if self.kept_ids is not None:
-            self.to_draft_ids = torch.full((vocab_size,), -1, dtype=torch.long, device=self.kept_ids.device)
-            self.to_draft_ids[self.kept_ids] = torch.arange(self.kept_ids.shape[0], device=self.kept_ids.device)
-
-    def __call__(
-        self, hidden: torch.Tensor, input_ids: torch.Tensor, features: TargetFeatures, blocks: AnchorBlocks
-    ) -> tuple[LossSums, SlotSums]:
-        """Evaluate the heads on all slots that count.
-
-        Args:
-            hidden (`torch.Tensor` of shape `(b, n, g, d)`): From [`draft_blocks`].
-            input_ids (`torch.LongTensor` of shape `(b, s)`): The sequences.
-            features (`TargetFeatures`): The target's hidden states of them.
-            blocks (`AnchorBlocks`): The blocks.
-
-        Returns:
-            `tuple`: [`LossSums`] and [`SlotSums`].
-        """
-        embeddings, bias_features = self._head_features(hidden, input_ids, blocks)
-        mask = blocks.label_mask  # [b, n, g]
-        g = mask.shape[-1]
-        slots = torch.arange(g, device=mask.device)
-        confidence_logits = None
-        if self.draft.confidence_head is not None:
-            confidence_logits = self.draft.confidence_head(hidden, embeddings)[mask]
-        at = (blocks.positions.unsqueeze(-1) + slots).clamp(max=input_ids.shape[1] - 1)
-        rows = torch.arange(at.shape[0], device=at.device)[:, None, None].expand_as(at)
-        columns = {
-            "hidden": hidden[mask],
-            "bias_features": bias_features[mask] if bias_features is not None else None,
-            "last_hidden": features.last_hidden_states[rows[mask], at[mask]],
-            "labels": blocks.label_ids[mask],
-            "weights": decay_weights(g, self.loss_decay).to(mask.device).expand_as(mask)[mask],
-            "confidence_logits": confidence_logits,
-        }
-        sums, rates, ratios = self._in_chunks(columns)
-        return sums, self._slot_sums(mask, rates, ratios, confidence_logits)
-
-    def _head_features(
-        self, hidden: torch.Tensor, input_ids: torch.Tensor, blocks: AnchorBlocks
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Token embeddings W_1[x_{k-1}] and what W_2 maps to the bias, both [b, n, g, r], with teacher forcing."""
-        head = self.draft.markov_head
-        if head is None:
-            return None, None
-        embeddings = head.markov_w1(previous_ids(input_ids, blocks))
-        state, features = head.initial_state(hidden[:, :, 0]), []
-        for slot in range(hidden.shape[2]):
-            feature, state = head.features(embeddings[:, :, slot], hidden[:, :, slot], state)
-            features.append(feature)
-        return embeddings, torch.stack(features, dim=2)
-
-    def _in_chunks(self, columns: dict[str, torch.Tensor | None]) -> tuple[LossSums, torch.Tensor, torch.Tensor]:
-        num_slots = columns["hidden"].shape[0]
-        parts = []
-        # At least one chunk, though empty: every parameter takes part in the graph on every process.
-        for begin in range(0, max(num_slots, 1), self.chunk_size):
-            chunk = {n: c[begin : begin + self.chunk_size] if c is not None else None for n, c in columns.items()}
-            parts.append(checkpoint(self._chunk, *chunk.values(), use_reentrant=False))
-        sums = LossSums(*(torch.stack(column).sum() for column in zip(*(part[:4] for part in parts), strict=True)))
-        return sums, torch.cat([part[4] for part in parts]), torch.cat([part[5] for part in parts])
-
-    def _chunk(
-        self, hidden, bias_features, last_hidden, labels, weights, confidence_logits
-    ) -> tuple[torch.Tensor, ...]:
-        logits = self.draft.base_logits(hidden, self.binding)
-        if bias_features is not None:
-            logits = logits + self.draft.markov_head.markov_w2(bias_features)
-        with torch.no_grad():
-            target_probs = torch.softmax(self.binding.logits(last_hidden).float(), dim=-1)
-            p_label = target_probs.gather(-1, labels[:, None]).squeeze(-1)
-            label_ids, known, left_out = labels, torch.ones_like(labels, dtype=torch.bool), None
-            if self.kept_ids is not None:
-                target_probs = target_probs[:, self.kept_ids]
-                left_out = (1 - target_probs.sum(dim=-1)).clamp(min=0)
-                label_ids = self.to_draft_ids[labels]
-                known = label_ids >= 0
-                label_ids = label_ids.clamp(min=0)
-        sums, rates = slot_losses(logits, target_probs, label_ids, known, weights, confidence_logits, left_out)
-        with torch.no_grad():
-            q_label = torch.softmax(logits.float(), dim=-1).gather(-1, label_ids[:, None]).squeeze(-1) * known
-            # P(this very token was an accepted draft), given that the target's text holds it: min(1, q / p).
-            ratios = (q_label / p_label.clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=1.0)
-        return sums.cross_entropy, sums.total_variation, sums.confidence, sums.weight, rates, ratios
-
-    def _slot_sums(
-        self, mask: torch.Tensor, rates: torch.Tensor, ratios: torch.Tensor, confidence_logits: torch.Tensor | None
-    ) -> SlotSums:
-        def spread(values: torch.Tensor) -> torch.Tensor:
-            full = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-            full[mask] = values.detach().float()
-            return full
-
-        error = torch.zeros_like(rates)
-        if confidence_logits is not None:
-            error = (torch.sigmoid(confidence_logits.detach().float()) - rates).abs()
-        whole = mask.all(dim=-1)  # blocks that no text end cuts short
-        survival = spread(ratios).cumprod(dim=-1).sum(dim=-1)[whole]
-        count = mask.sum(dim=(0, 1)).float()
-        return SlotSums(
-            spread(rates).sum(dim=(0, 1)),
-            spread(error).sum(dim=(0, 1)),
-            count,
-            (1 + survival).sum(),
-            whole.sum().float(),
-        )
 
 
 class EpochLengthSampler(LengthGroupedSampler):
@@ -405,11 +212,13 @@ class DSparkTrainer(Trainer):
             features = target_features(self.target, inputs["input_ids"], self.draft.config.target_layer_ids)
         with self.accelerator.autocast():
             hidden = draft_blocks(model, self.binding, inputs["input_ids"], features, blocks)
-            objective = BlockObjective(self.draft, self.binding, self.args.loss_decay, self.args.head_chunk_size)
-            sums, slots = objective(hidden, inputs["input_ids"], features, blocks)
+            objective = BlockObjective(
+                self.draft, self.binding, self.args.loss_decay, self.args.head_chunk_size, self.loss_weights
+            )
+            total, sums, slots = objective(hidden, inputs["input_ids"], features, blocks)
         self._remember("train" if training else "eval", sums, slots)
-        normaliser = num_items_in_batch if num_items_in_batch is not None else sums.weight.detach()
-        loss = combine(sums, self.loss_weights, torch.as_tensor(normaliser).clamp(min=1e-8))
+        normaliser = num_items_in_batch if num_items_in_batch is not None else sums.weight
+        loss = total / torch.as_tensor(normaliser).clamp(min=1e-8)
         if num_items_in_batch is not None:  # gradients are averaged over processes, the normaliser counts all of them
             loss = loss * self.accelerator.num_processes
         return (loss, {}) if return_outputs else loss

@@ -8,6 +8,8 @@ import sys
 
 # Before the Hub client is imported: it reads the variable once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# No `generate` stops for seconds to time its rounds; the tests of that switch it on.
+os.environ["DSPARK_HF_AUTO_PROFILE"] = "0"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

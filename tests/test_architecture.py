@@ -38,12 +38,15 @@ LAYERS = {
         "outputs",
         "decoding",
         "integration",
+        "fingerprint",
+        "measuring",
         "profiling",
         "row_cache",
         "row_generation",
         "prepare",
         "data",
         "feature_cache",
+        "objective",
     },
 }
 APPLICATIONS = 3
@@ -51,7 +54,7 @@ APPLICATIONS = 3
 LIBRARIES = {
     0: {"torch", "numpy"},
     1: {"torch", "transformers", "safetensors"},
-    2: {"torch", "transformers", "safetensors"},
+    2: {"torch", "transformers", "safetensors", "huggingface_hub"},
 }
 STANDARD_LIBRARY_ONLY = {"metrics", "_version"}
 MAY_PRINT = {"cli", "__main__"}

@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dspark_hf import training
+from dspark_hf import objective
 from dspark_hf.blocks import label_blocks
 from dspark_hf.data import TargetFeatures, target_features
-from dspark_hf.losses import LossWeights, combine
-from dspark_hf.training import BlockObjective, draft_blocks
+from dspark_hf.losses import LossWeights
+from dspark_hf.objective import BlockObjective, draft_blocks
 from tests.parity.golden import GOLDEN, load_pair
 
 
-NAMES = ("qwen3_vanilla", "qwen3_gated", "qwen3_rnn", "qwen3_dflash")
+NAMES = ("qwen3_vanilla", "qwen3_gated", "qwen3_rnn", "qwen3_dflash", "gemma4_vanilla", "gemma4_mix")
 CHUNK_SIZES = (7, 1024)
 DECAY = 4.0
 
@@ -48,23 +48,22 @@ class Step:
             features = TargetFeatures(self.golden["context_hidden_states"], self.golden["last_hidden_states"])
         binding = self.draft.bind_target(target)
         self.columns: list[tuple[torch.Tensor, ...]] = []
-        right = training.slot_losses
+        right = objective.slot_losses
 
         def spy(logits, target_probs, labels, known, weights, confidence_logits, left_out):
-            if len(self.columns) < self.num_chunks(chunk_size):  # the backward computes every chunk again
-                columns = (logits, target_probs, labels, weights, confidence_logits)
-                self.columns.append(tuple(c.detach() for c in columns if c is not None))
+            columns = (logits, target_probs, labels, weights, confidence_logits)
+            self.columns.append(tuple(c.detach() for c in columns if c is not None))
             return right(logits, target_probs, labels, known, weights, confidence_logits, left_out)
 
         with monkeypatch.context() as patch:
-            patch.setattr(training, "slot_losses", spy)
+            patch.setattr(objective, "slot_losses", spy)
             hidden = draft_blocks(self.draft, binding, ids, features, self.blocks)
-            objective = BlockObjective(self.draft, binding, DECAY, chunk_size)
-            self.sums, self.slots = objective(hidden, ids, features, self.blocks)
-            has_confidence = self.draft.confidence_head is not None
-            weights = LossWeights(confidence=1.0 if has_confidence else 0.0)
-            self.loss = combine(self.sums, weights, self.sums.weight)
+            weights = LossWeights(confidence=1.0 if self.draft.confidence_head is not None else 0.0)
+            evaluate = BlockObjective(self.draft, binding, DECAY, chunk_size, weights)
+            total, self.sums, self.slots = evaluate(hidden, ids, features, self.blocks)
+            self.loss = total / self.sums.weight
             self.loss.backward()
+            assert len(self.columns) == self.num_chunks(chunk_size), "a chunk is computed once"
 
     def num_chunks(self, chunk_size: int) -> int:
         return -(-int(self.blocks.label_mask.sum()) // chunk_size)

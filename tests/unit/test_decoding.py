@@ -104,6 +104,20 @@ def test_a_hopeless_draft_is_reported(monkeypatch):
     assert not found, "said twice"
 
 
+def test_a_hopeless_draft_is_reported_although_it_is_soon_left_alone(monkeypatch):
+    """The default schedule stops drafting after a few rounds of a call; the calls are counted together."""
+    found = messages(monkeypatch)
+    library_logging.warning_once.cache_clear()
+    target, draft = tiny_target(), random_draft(seed=6)
+    for _ in range(8):
+        with collect_rounds() as stats:
+            target.generate(random_prompt(5), do_sample=False, max_new_tokens=40, assistant_model=draft)
+        assert stats.num_skipped > 20
+        if found:
+            break
+    assert sum("almost never accepted" in message for message in found) == 1
+
+
 @pytest.mark.parametrize("what", ["a good draft", "too few rounds"])
 def test_other_drafts_are_not_reported(monkeypatch, what):
     found = messages(monkeypatch)

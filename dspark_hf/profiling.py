@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Round-time profiles of a target, a draft and the machine they run on: records, files, and the one that fits a call.
+
+A profile says how long drafting and verification passes of 1, 2, ... tokens take (see `measuring`). What to make of it
+is the business of the schedulers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import constants as hub_constants
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ._version import __version__
+from .fingerprint import fingerprint, setup
+from .measuring import MeasuredCurve, measure_curves
+from .modeling_dspark import DSparkDraftModel
+from .scheduling import SPSCurve
+
+
+logger = logging.get_logger("transformers.dspark_hf.profiling")
+
+FILE_NAME = "round_times.json"  # beside a draft's weights
+FORMAT = 1
+SWITCH = "DSPARK_HF_AUTO_PROFILE"
+# The quick measurement: long enough to tell a cliff from noise, short beside the text that it is made for.
+QUICK_CONTEXT, QUICK_REPEATS, QUICK_BUDGET_S, QUICK_MIN_TOKENS = 128, 7, 2.5, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundTimeProfile:
+    """Round times of one target and draft on one machine, at one or more context lengths.
+
+    Args:
+        measured (`tuple[MeasuredCurve, ...]`): By ascending context length, all over the same B.
+        fingerprint (`dict[str, Any]`): What must be the same for the times to hold; see [`fingerprint`].
+        versions (`dict[str, str]`): Of torch, transformers and dspark_hf; to look up only.
+        date (`str`): When it was measured, ISO 8601.
+
+    Raises:
+        ValueError: If the curves do not go together.
+    """
+
+    measured: tuple[MeasuredCurve, ...]
+    fingerprint: dict[str, Any]
+    versions: dict[str, str]
+    date: str
+
+    def __post_init__(self) -> None:
+        lengths = [curve.context_length for curve in self.measured]
+        if not lengths or lengths != sorted(set(lengths)):
+            raise ValueError(f"The context lengths of a profile must be ascending, got {lengths}.")
+        points = {measured.curve.batch_tokens for measured in self.measured}
+        if len(points) > 1:
+            raise ValueError(f"The curves of a profile must have the same `batch_tokens`, got {sorted(points)}.")
+
+    @property
+    def curves(self) -> tuple[tuple[int, SPSCurve], ...]:
+        """`tuple[tuple[int, SPSCurve], ...]`: Context lengths and their curves."""
+        return tuple((measured.context_length, measured.curve) for measured in self.measured)
+
+    def curve(self, context_length: int) -> SPSCurve:
+        """Round times at a context length: linear between measured ones, the nearest outside of them.
+
+        Args:
+            context_length (`int`): Tokens in the target's cache.
+
+        Returns:
+            [`SPSCurve`]
+        """
+        shorter = [item for item in self.curves if item[0] <= context_length]
+        longer = [item for item in self.curves if item[0] > context_length]
+        if not shorter or not longer:
+            return (shorter[-1] if shorter else longer[0])[1]
+        (first, before), (last, after) = shorter[-1], longer[0]
+        weight = (context_length - first) / (last - first)
+
+        def between(a: float, b: float) -> float:
+            return a + weight * (b - a)
+
+        verify_s = tuple(between(a, b) for a, b in zip(before.verify_s, after.verify_s, strict=True))
+        return SPSCurve(before.batch_tokens, verify_s, between(before.draft_s, after.draft_s))
+
+    def mismatch(self, target: PreTrainedModel, draft: DSparkDraftModel) -> str | None:
+        """Why the profile does not hold for a pair on this machine, as it is set up now.
+
+        Args:
+            target (`PreTrainedModel`): The model that generates.
+            draft (`DSparkDraftModel`): Its draft.
+
+        Returns:
+            `str`: the first field that differs, with both values; `None` where all are the same.
+        """
+        theirs, ours = _flat(self.fingerprint), _flat(fingerprint(target, draft))
+        for name in [*ours, *(name for name in theirs if name not in ours)]:
+            if theirs.get(name) != ours.get(name):
+                return f"`{name}` is {theirs.get(name)!r} in the profile and {ours.get(name)!r} here"
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The profile as JSON has it; docs/profiling.md names the fields.
+
+        Returns:
+            `dict[str, Any]`
+        """
+        curves = [
+            {
+                "context_length": measured.context_length,
+                "num_repeats": measured.num_repeats,
+                "batch_tokens": list(measured.curve.batch_tokens),
+                "verify_s": list(measured.curve.verify_s),
+                "verify_spread_s": [list(spread) for spread in measured.verify_spread_s],
+                "draft_s": measured.curve.draft_s,
+                "draft_spread_s": list(measured.draft_spread_s),
+            }
+            for measured in self.measured
+        ]
+        head = {"format": FORMAT, "date": self.date, "versions": self.versions, "fingerprint": self.fingerprint}
+        return head | {"curves": curves}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RoundTimeProfile:
+        """The reverse of [`to_dict`].
+
+        Args:
+            values (`dict[str, Any]`): The profile as JSON has it.
+
+        Returns:
+            [`RoundTimeProfile`]
+
+        Raises:
+            ValueError: If it is no profile, or one of another format.
+        """
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            found = values.get("format") if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"A profile must have `format` {FORMAT}, got {found!r}. Measure it anew.")
+        try:
+            measured = tuple(
+                MeasuredCurve(
+                    context_length=int(item["context_length"]),
+                    curve=SPSCurve(tuple(item["batch_tokens"]), tuple(item["verify_s"]), item["draft_s"]),
+                    verify_spread_s=tuple(_pair(spread) for spread in item["verify_spread_s"]),
+                    draft_spread_s=_pair(item["draft_spread_s"]),
+                    num_repeats=int(item["num_repeats"]),
+                )
+                for item in values["curves"]
+            )
+            return cls(measured, dict(values["fingerprint"]), dict(values["versions"]), str(values["date"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"A profile is damaged ({type(error).__name__}: {error}). Measure it anew.") from error
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the profile as JSON, whole or not at all; missing folders are made.
+
+        Args:
+            path (`str` or `os.PathLike`): File.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # two processes may write at once
+        try:
+            temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> RoundTimeProfile:
+        """Read a profile.
+
+        Args:
+            path (`str` or `os.PathLike`): File.
+
+        Returns:
+            [`RoundTimeProfile`]
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If it holds no profile.
+        """
+        text = Path(path).read_bytes()
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"A profile must be JSON, got {error}. Measure it anew.") from error
+        return cls.from_dict(values)
+
+
+def measure_profile(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    context_lengths: Sequence[int] = (256,),
+    num_repeats: int = 7,
+    budget_s: float | None = None,
+    on_progress: Callable[[], None] | None = None,
+) -> RoundTimeProfile:
+    """Measure the round times of a pair on this machine. See [`measure_curves`] for arguments and errors.
+
+    Returns:
+        [`RoundTimeProfile`]
+    """
+    measured = measure_curves(target, draft, context_lengths, num_repeats, budget_s, on_progress)
+    versions = {"dspark_hf": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return RoundTimeProfile(measured, fingerprint(target, draft), versions, date)
+
+
+def profile_path(target: PreTrainedModel, draft: DSparkDraftModel) -> Path:
+    """The file of a pair in the user's cache folder, one for each fingerprint.
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+        draft (`DSparkDraftModel`): Its draft.
+
+    Returns:
+        `pathlib.Path`: it need not exist.
+    """
+    text = json.dumps(fingerprint(target, draft), sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return Path(hub_constants.HF_HOME) / "dspark_hf" / "profiles" / f"{digest}.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+    """What was found for a pair, how the pair was set up then, and whether everything was tried."""
+
+    state: tuple
+    profile: RoundTimeProfile | None
+    is_final: bool
+
+
+_answers: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakKeyDictionary] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def profile_for(target: PreTrainedModel, draft: DSparkDraftModel, remaining_tokens: int) -> RoundTimeProfile | None:
+    """The profile of a pair on this machine, or `None`. Never raises; costs microseconds once the answer is known.
+
+    The first of these that fits: `round_times.json` in the draft's own folder, the file in the user's cache folder
+    ([`profile_path`]), a quick measurement of about three seconds, which goes to the cache folder. The measurement
+    is made only for texts of 32 more tokens or longer, and not where the environment variable
+    `DSPARK_HF_AUTO_PROFILE` is "0", "false", "off" or "no".
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+        draft (`DSparkDraftModel`): Its draft.
+        remaining_tokens (`int`): Most tokens that the call may still add.
+
+    Returns:
+        [`RoundTimeProfile`] or `None`
+    """
+    may_measure = remaining_tokens >= QUICK_MIN_TOKENS and _is_switched_on()
+    state = setup(target, draft)
+    answer = _known(target, draft, state, may_measure)
+    if answer is None:
+        with _lock:  # measurements at the same time would time each other
+            answer = _known(target, draft, state, may_measure)
+            if answer is None:
+                profile = _found(target, draft)
+                is_final = profile is not None or may_measure
+                if profile is None and may_measure:
+                    profile = _measured(target, draft)
+                answer = _Answer(state, profile, is_final)
+                _answers.setdefault(target, weakref.WeakKeyDictionary())[draft] = answer
+    return answer.profile
+
+
+def _known(target: PreTrainedModel, draft: DSparkDraftModel, state: tuple, may_measure: bool) -> _Answer | None:
+    answer = _answers.get(target, {}).get(draft)
+    if answer is None or answer.state != state or (may_measure and not answer.is_final):
+        return None
+    return answer
+
+
+def _is_switched_on() -> bool:
+    return os.environ.get(SWITCH, "1").strip().lower() not in ("0", "false", "off", "no")
+
+
+def _found(target: PreTrainedModel, draft: DSparkDraftModel) -> RoundTimeProfile | None:
+    """A profile on disk that fits; those that do not are warned of, once."""
+    places = [profile_path(target, draft)]
+    if draft.name_or_path and Path(draft.name_or_path).is_dir():
+        places.insert(0, Path(draft.name_or_path) / FILE_NAME)
+    for path in places:
+        try:
+            profile = RoundTimeProfile.load(path)
+            reason = profile.mismatch(target, draft)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:
+            reason = str(error)
+        if reason is None:
+            return profile
+        logger.warning_once(
+            f"The round times in {str(path)!r} are not used: {reason.rstrip('.')}. `dspark-hf profile` measures new ones."
+        )
+    return None
+
+
+def _measured(target: PreTrainedModel, draft: DSparkDraftModel) -> RoundTimeProfile | None:
+    """The quick measurement. Whatever it fails of, generation can do without it."""
+    try:
+        profile = measure_profile(target, draft, (QUICK_CONTEXT,), QUICK_REPEATS, QUICK_BUDGET_S)
+        path = profile_path(target, draft)
+    except Exception as error:
+        logger.info(f"No round times: {type(target).__name__} could not be measured ({error!r}).")
+        return None
+    try:
+        profile.save(path)
+        kept = f"kept in {str(path)!r}"
+    except OSError as error:
+        kept = f"not kept ({error})"
+    logger.info(
+        f"Round times of {type(target).__name__} and its draft were measured and {kept}. {SWITCH}=0 stops this."
+    )
+    return profile
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested names joined by dots."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
+
+
+def _pair(values: Sequence[float]) -> tuple[float, float]:
+    low, high = values
+    return float(low), float(high)
