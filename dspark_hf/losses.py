@@ -79,7 +79,7 @@ def slot_losses(
     weights: torch.Tensor,
     confidence_logits: torch.Tensor | None = None,
     left_out_probs: torch.Tensor | None = None,
-) -> tuple[LossSums, torch.Tensor]:
+) -> tuple[LossSums, torch.Tensor, torch.Tensor]:
     """Loss sums and acceptance rates of slots.
 
     Label of the cross entropy: the text's own token. The confidence label is the acceptance rate 1 - L1 / 2, detached;
@@ -97,9 +97,10 @@ def slot_losses(
             p's mass outside a reduced vocabulary; q has none there, so it counts as distance.
 
     Returns:
-        `tuple`: [`LossSums`] and the acceptance rates `(N,)`, fp32, detached, in [0, 1].
+        `tuple`: [`LossSums`], the acceptance rates `(N,)`, and q of the labels `(N,)`, both fp32, detached, in [0, 1].
     """
     cross_entropy, l1 = _Distances.apply(draft_logits.float(), target_probs.detach(), label_ids)
+    label_probs = torch.exp(-cross_entropy.detach()) * label_in_vocabulary
     cross_entropy = cross_entropy * label_in_vocabulary
     if left_out_probs is not None:
         l1 = l1 + left_out_probs.detach()
@@ -109,7 +110,7 @@ def slot_losses(
         bce = functional.binary_cross_entropy_with_logits(confidence_logits.float(), acceptance_rate, reduction="none")
         confidence = (weights * bce).sum()
     sums = LossSums((weights * cross_entropy).sum(), (weights * l1).sum(), confidence, weights.sum())
-    return sums, acceptance_rate
+    return sums, acceptance_rate, label_probs
 
 
 class _Distances(torch.autograd.Function):
@@ -120,11 +121,10 @@ class _Distances(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, target_probs, label_ids):  # noqa: ARG004
-        log_normaliser = logits.logsumexp(dim=-1, keepdim=True)
-        probs = torch.sub(logits, log_normaliser).exp_()
-        label_logits = logits.gather(-1, label_ids[:, None])
+        log_probs = torch.log_softmax(logits, dim=-1)
+        cross_entropy = -log_probs.gather(-1, label_ids[:, None]).squeeze(-1)
+        probs = log_probs.exp_()
         ctx.save_for_backward(probs, target_probs, label_ids)
-        cross_entropy = (log_normaliser - label_logits).squeeze(-1)
         return cross_entropy, torch.sub(probs, target_probs).abs_().sum(dim=-1)
 
     @staticmethod

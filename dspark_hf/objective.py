@@ -193,15 +193,11 @@ class BlockObjective:
                 label_ids = self.to_draft_ids[labels]
                 known = label_ids >= 0
                 label_ids = label_ids.clamp(min=0)
-        logits = logits.float()
-        sums, rates = slot_losses(
+        sums, rates, q_label = slot_losses(
             logits, target_probs, label_ids, known, columns["weights"], columns["confidence_logits"], left_out
         )
-        with torch.no_grad():
-            label_logits = logits.gather(-1, label_ids[:, None]).squeeze(-1)
-            q_label = (label_logits - logits.logsumexp(dim=-1)).exp() * known
-            # P(this very token was an accepted draft), given that the target's text holds it: min(1, q / p).
-            ratios = (q_label / p_label.clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=1.0)
+        # P(this very token was an accepted draft), given that the target's text holds it: min(1, q / p).
+        ratios = (q_label / p_label.clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=1.0)
         return combine(sums, self.loss_weights, 1.0), sums, rates, ratios
 
     def _slot_sums(

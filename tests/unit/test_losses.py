@@ -38,7 +38,7 @@ def test_two_slots_of_two_symbols():
 
     CE: -ln 0.5 and -ln 0.1; L1: 0.2 + 0.2 and 0.5 + 0.5; acceptance 1 - 0.2 and 1 - 0.5.
     """
-    sums, rates = slot_losses(
+    sums, rates, label_probs = slot_losses(
         logits_of([0.5, 0.5], [0.9, 0.1]),
         torch.tensor([[0.7, 0.3], [0.4, 0.6]]),
         torch.tensor([0, 1]),
@@ -50,12 +50,13 @@ def test_two_slots_of_two_symbols():
     assert sums.confidence.item() == 0
     assert sums.weight.item() == 1.5
     assert rates.tolist() == pytest.approx([0.8, 0.5])
+    assert label_probs.tolist() == pytest.approx([0.5, 0.1])
 
 
 def test_confidence_is_compared_with_the_acceptance_rate():
     """q = (0.5, 0.5), p = (0.7, 0.3): label 0.8. Confidence 0.6: -(0.8 ln 0.6 + 0.2 ln 0.4)."""
     logit = torch.tensor([math.log(0.6 / 0.4)])
-    sums, _ = slot_losses(
+    sums, *_ = slot_losses(
         logits_of([0.5, 0.5]), torch.tensor([[0.7, 0.3]]), torch.tensor([0]), known(True), torch.tensor([2.0]), logit
     )
     assert sums.confidence.item() == pytest.approx(-2 * (0.8 * math.log(0.6) + 0.2 * math.log(0.4)))
@@ -66,7 +67,7 @@ def test_gradients_reach_the_draft_and_nothing_else():
     logits = torch.zeros(1, 2, requires_grad=True)
     confidence = torch.zeros(1, requires_grad=True)
     p = torch.tensor([[0.9, 0.1]], requires_grad=True)
-    sums, rates = slot_losses(logits, p, torch.tensor([0]), known(True), ones(1), confidence)
+    sums, rates, _ = slot_losses(logits, p, torch.tensor([0]), known(True), ones(1), confidence)
     assert not rates.requires_grad
     (of_confidence,) = torch.autograd.grad(sums.confidence, confidence, retain_graph=True)
     assert of_confidence.item() == pytest.approx(0.5 - 0.6)  # sigmoid(0) - label
@@ -81,7 +82,7 @@ def test_gradients_reach_the_draft_and_nothing_else():
 
 def test_mass_that_a_reduced_vocabulary_leaves_out_is_distance():
     """p = (0.5, 0.2) of three symbols, 0.3 left out; q = (0.6, 0.4): L1 = 0.1 + 0.2 + 0.3, acceptance 0.5 + 0.2."""
-    sums, rates = slot_losses(
+    sums, rates, _ = slot_losses(
         logits_of([0.6, 0.4]),
         torch.tensor([[0.5, 0.2]]),
         torch.tensor([1]),
@@ -97,7 +98,7 @@ def test_mass_that_a_reduced_vocabulary_leaves_out_is_distance():
 
 def test_label_outside_the_vocabulary_has_no_cross_entropy():
     """Its weight stays in the normaliser, and so does its distance."""
-    sums, _ = slot_losses(
+    sums, *_ = slot_losses(
         logits_of([0.6, 0.4], [0.5, 0.5]),
         torch.tensor([[0.1, 0.2], [0.5, 0.5]]),
         torch.tensor([0, 0]),
@@ -111,7 +112,7 @@ def test_label_outside_the_vocabulary_has_no_cross_entropy():
 
 
 def test_distant_distributions_are_never_accepted_and_equal_ones_always():
-    sums, rates = slot_losses(
+    sums, rates, _ = slot_losses(
         torch.tensor([[100.0, -100.0], [0.0, 0.0]]),
         torch.tensor([[0.0, 1.0], [0.5, 0.5]]),
         torch.tensor([1, 0]),
@@ -127,7 +128,7 @@ def test_distant_distributions_are_never_accepted_and_equal_ones_always():
 
 def test_half_precision_logits_are_compared_in_fp32():
     logits = torch.tensor([[0.0, math.log(3)]], dtype=torch.bfloat16)
-    sums, _ = slot_losses(logits, torch.tensor([[0.25, 0.75]]), torch.tensor([1]), known(True), ones(1))
+    sums, *_ = slot_losses(logits, torch.tensor([[0.25, 0.75]]), torch.tensor([1]), known(True), ones(1))
     assert sums.cross_entropy.dtype == torch.float32
     exact = torch.log_softmax(logits.float(), dim=-1)[0, 1]
     assert sums.cross_entropy.item() == pytest.approx(-exact.item(), rel=1e-6)
@@ -137,7 +138,7 @@ def test_nothing_to_count_is_zero_with_a_gradient():
     """A process whose batch has no anchor takes part in the backward all the same."""
     logits, confidence = torch.zeros(0, 3, requires_grad=True), torch.zeros(0, requires_grad=True)
     empty = torch.zeros(0, dtype=torch.long)
-    sums, rates = slot_losses(logits, torch.zeros(0, 3), empty, empty.bool(), torch.zeros(0), confidence)
+    sums, rates, _ = slot_losses(logits, torch.zeros(0, 3), empty, empty.bool(), torch.zeros(0), confidence)
     loss = combine(sums, LossWeights(), 1.0)
     loss.backward()
     assert loss.item() == 0
