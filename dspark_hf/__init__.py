@@ -9,6 +9,8 @@ from .integration import disable, enable, is_enabled, register_auto_classes
 from .metrics import AcceptanceStats, RoundRecord, collect_rounds
 from .modeling_dspark import DSparkDraftModel, DSparkPreTrainedModel
 from .outputs import DSparkGenerateOutput
+from .profiling import RoundTimeProfile, measure_profile
+from .scheduling import SPSCurve
 from .stopping_criteria import AdaptiveConfidenceCriteria
 
 
@@ -25,10 +27,13 @@ __all__ = [
     "DSparkPreTrainedModel",
     "DraftProposal",
     "RoundRecord",
+    "RoundTimeProfile",
+    "SPSCurve",
     "__version__",
     "collect_rounds",
     "disable",
     "enable",
     "is_enabled",
     "load_default_pair",
+    "measure_profile",
 ]

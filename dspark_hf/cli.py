@@ -26,6 +26,7 @@ from .default_pair import ensure_default_target, load_default_pair
 from .metrics import collect_rounds
 from .modeling_dspark import DSparkDraftModel
 from .prepare_job import PrepareJob
+from .profiling import RoundTimeProfile, measure_profile, profile_path
 from .prompts import BUILTIN_PROMPTS, Prompt, read_prompts
 from .row_generation import SamplingSettings
 
@@ -66,7 +67,7 @@ Schedule = Annotated[
     typer.Option(
         "--num-assistant-tokens-schedule",
         "--num_assistant_tokens_schedule",
-        help='"confidence" (default) or "constant".',
+        help='"hardware" (default), "confidence", "lookahead", "capacity" or "constant".',
     ),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 decodes greedily.")]
@@ -261,6 +262,10 @@ def prepare(
     ] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Answers written at once on this machine.")] = 64,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Answer so many prompts at most.")] = None,
+    max_prompt_tokens: Annotated[
+        int,
+        typer.Option("--max-prompt-tokens", "--max_prompt_tokens", min=1, help="Longer prompts are left out."),
+    ] = 512,
 ) -> None:
     """Let the target answer prompts: the data to train its draft on."""
     with _errors_in_words():
@@ -277,6 +282,7 @@ def prepare(
                 enable_thinking=enable_thinking,
                 num_rows=rows,
                 limit=limit,
+                max_prompt_tokens=max_prompt_tokens,
             )
             if server is not None:
                 if target is None:
@@ -299,15 +305,48 @@ def train(
     device: Device = None,
 ) -> None:
     """Train a draft on answered conversations; run it again to go on after an interruption."""
-    from .train_draft import DataArguments, DraftArguments, train_draft  # the Trainer takes seconds to import
+    # The Trainer takes seconds to import.
+    from .train_draft import DataArguments, DraftArguments, own_process_group, train_draft
     from .training import DSparkTrainingArguments
 
-    with _errors_in_words():
+    with _errors_in_words(), own_process_group():
         parser = transformers.HfArgumentParser((DataArguments, DraftArguments, DSparkTrainingArguments))
         data_arguments, draft_arguments, arguments = parser.parse_args_into_dataclasses(context.args)
-        model, tokenizer = _load_target(target, dtype, device)
+        model, tokenizer = _load_target(target, dtype, device or str(arguments.device))
         _, figures = train_draft(model, tokenizer, data_arguments, draft_arguments, arguments)
-    console.print_json(data=figures)
+    if arguments.process_index == 0:
+        console.print_json(data=figures)
+
+
+@app.command()
+def profile(
+    target: Target = None,
+    draft: Draft = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    context_lengths: Annotated[
+        str, typer.Option("--context-lengths", "--context_lengths", help="Tokens of context, with commas: 128,1024.")
+    ] = "256",
+    repeats: Annotated[int, typer.Option("--repeats", min=2, help="Measurements per figure; medians are kept.")] = 15,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write. Default: where `generate` looks for it.")
+    ] = None,
+) -> None:
+    """Measure how long rounds take on this machine; `generate` weighs drafts against these times."""
+    with _errors_in_words():
+        lengths = _parse_lengths(context_lengths)
+        with errors.status("Loading the models..."):
+            model, draft_model, _ = _load(target, draft, dtype, device)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=errors, transient=True) as progress:
+            task = progress.add_task("Timing rounds", total=(repeats + 1) * len(set(lengths)))
+            measured = measure_profile(
+                model, draft_model, lengths, repeats, on_progress=lambda: progress.advance(task)
+            )
+        _print_profile(measured)  # first: a folder that cannot be written does not cost the figures
+        path = output if output is not None else profile_path(model, draft_model)
+        measured.save(path)
+    console.print(f"Written to {path}.", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -317,6 +356,39 @@ def env() -> None:
     typer.echo(f"transformers: {transformers.__version__}")
     typer.echo(f"torch: {torch.__version__} ({torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'no'})")
     typer.echo(f"python: {platform.python_version()}, {platform.platform()}")
+
+
+def _parse_lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"`--context-lengths` must be numbers with commas between them, got {text!r}.") from error
+
+
+def _print_profile(profile: RoundTimeProfile) -> None:
+    found = profile.fingerprint
+    threads = f", {found['num_threads']} thread(s)" if found["num_threads"] is not None else ""
+    console.print(f"{found['device']}{threads}, {found['dtype']}", highlight=False)
+    headings = ("tokens\nverified", "verify\nms", "quartiles\nms", "drafting\nms", "round\nms", "plain\nsteps")
+    for measured in profile.measured:
+        curve = measured.curve
+        title = f"Context of {measured.context_length} tokens, {measured.num_repeats} repeats"
+        table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for b, verify_s, (low, high) in zip(curve.batch_tokens, curve.verify_s, measured.verify_spread_s, strict=True):
+            draft_s = curve.draft_s if b > 1 else 0.0  # a plain step drafts nothing
+            table.add_row(
+                str(b),
+                f"{1000 * verify_s:.1f}",
+                f"{1000 * low:.1f}..{1000 * high:.1f}",
+                f"{1000 * draft_s:.1f}" if draft_s else "-",
+                f"{1000 * (draft_s + verify_s):.1f}",
+                f"{(draft_s + verify_s) / curve.plain_s:.2f}",
+            )
+        console.print(table)
+        low, high = measured.draft_spread_s
+        console.print(f"Drafting: quartiles {1000 * low:.1f}..{1000 * high:.1f} ms.\n", highlight=False)
 
 
 def _choose_prompts(text: list[str] | None, path: Path | None) -> list[Prompt]:

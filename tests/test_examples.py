@@ -24,11 +24,12 @@ EXPECTED = {
     "generate.py": r"--- plain, 12 tokens in(?s:.*)--- with the draft, 12 tokens in(?s:.*)same text: (yes|no)",
     "own_pair.py": r"draft: 5 slots, reads target layers \[1, 8, 15, 22, 28\]",
     "quantized_target.py": r"target: Linear8bitLt layers, \d+ MB",
+    "round_times.py": r"(?m)^ +5 +\d+\.\d +\d+\.\d +\d\.\d\d$",
     "sampling.py": r"--- seed 0\n(?s:.*)--- seed 1\n(?s:.*)seed 0 again gives the same text: yes",
     "streaming.py": r"\w+(?s:.*)\n---\n",
     "train_tiny.py": r"8 answers written(?s:.*)held-out answers: \d\.\d\d tokens per round(?s:.*)\n---\n",
 }
-SHORT = {"train_tiny.py": ["--num-answers", "8", "--max-steps", "3"]}
+SHORT = {"round_times.py": ["--repeats", "3"], "train_tiny.py": ["--num-answers", "8", "--max-steps", "3"]}
 
 
 def run(script, arguments):
