@@ -22,6 +22,7 @@ class AcceptanceHistory:
     was calibrated, or `PRIOR_ACCEPTANCE`, which is low enough for a useless draft to be found out in two rounds.
 
     Args:
+        num_slots (`int`): g.
         prior (`Sequence[float]`, *optional*): P(slot k accepted | all before it were), from calibration.
     """
 

@@ -208,10 +208,25 @@ def measure_profile(
     budget_s: float | None = None,
     on_progress: Callable[[], None] | None = None,
 ) -> RoundTimeProfile:
-    """Measure the round times of a pair on this machine. See [`measure_curves`] for arguments and errors.
+    """Measure the round times of a pair on this machine.
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+        draft (`DSparkDraftModel`): Its draft.
+        context_lengths (`Sequence[int]`, *optional*, defaults to `(256,)`):
+            Tokens in the cache, one curve for each; cut to what the target's positions allow.
+        num_repeats (`int`, *optional*, defaults to 7): Measurements behind each median.
+        budget_s (`float`, *optional*): Seconds after which no further repeat is begun, once there are two.
+        on_progress (`Callable`, *optional*): Called after each pass over the token counts, the warm-up included.
 
     Returns:
         [`RoundTimeProfile`]
+
+    Raises:
+        ValueError: If a length or the number of repeats is too small, target and draft do not fit, or the target's
+            cache cannot take tokens back.
+        NotImplementedError: If the target cannot have a DSpark draft.
+        RuntimeError: If the warm-up takes far more than the budget.
     """
     measured = measure_curves(target, draft, context_lengths, num_repeats, budget_s, on_progress)
     versions = {"dspark_hf": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
@@ -306,7 +321,8 @@ def _found(target: PreTrainedModel, draft: DSparkDraftModel) -> RoundTimeProfile
         if reason is None:
             return profile
         logger.warning_once(
-            f"The round times in {str(path)!r} are not used: {reason.rstrip('.')}. `dspark-hf profile` measures new ones."
+            f"The round times in {str(path)!r} are not used: {reason.rstrip('.')}. `dspark-hf profile` measures new "
+            "ones."
         )
     return None
 

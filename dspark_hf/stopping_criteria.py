@@ -166,7 +166,7 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
 
     @property
     def curve(self) -> SPSCurve:
-        """[`SPSCurve`]: Round times as of now."""
+        """`SPSCurve`: Round times as of now."""
         return self._times.curve
 
     def use_curve(self, curve: SPSCurve) -> None:

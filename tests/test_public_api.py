@@ -163,6 +163,8 @@ def test_every_docstring_says_what_is_returned():
     wrong = []
     for name, thing in THINGS.items():
         text = docstring(thing)
+        if name.startswith(COMMAND_LINE):
+            continue
         if isinstance(thing, property):
             is_said = text.startswith("`")  # its type
         else:

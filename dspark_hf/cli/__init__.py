@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, `dspark-hf`: argument parsing and printing only."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+import transformers
+import typer
+
+from .._version import __version__
+from .drafts import prepare, train
+from .generating import compare_command, generate_command
+from .tuning import profile_command
+
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="DSpark speculative decoding for Hugging Face transformers."
+)
+app.command("compare")(compare_command)
+app.command("generate")(generate_command)
+app.command("prepare")(prepare)
+app.command(
+    "train",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Further options are those of transformers' TrainingArguments, for example --output_dir, "
+    "--num_train_epochs, --per_device_train_batch_size, --bf16.",
+)(train)
+app.command("profile")(profile_command)
+
+
+@app.command()
+def env() -> None:
+    """Versions and devices, to paste into a bug report."""
+    typer.echo(f"dspark_hf: {__version__}")
+    typer.echo(f"transformers: {transformers.__version__}")
+    typer.echo(f"torch: {torch.__version__} ({torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'no'})")
+    typer.echo(f"python: {platform.python_version()}, {platform.platform()}")

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dspark-hf prepare` and `dspark-hf train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import transformers
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ..prepare_job import PrepareJob
+from ..row_generation import SamplingSettings
+from .options import (
+    Device,
+    Dtype,
+    MaxNewTokens,
+    Seed,
+    Target,
+    Temperature,
+    TopP,
+    console,
+    errors,
+    errors_in_words,
+    load_target,
+)
+
+
+def prepare(
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON Lines file to write; continued if it exists.")],
+    prompts: Annotated[
+        list[Path] | None, typer.Option("--prompts", help="JSON Lines files of prompts (`messages` or `prompt`).")
+    ] = None,
+    dataset: Annotated[
+        str | None, typer.Option("--dataset", help="Or a data set of the Hub with such a column (extra: train).")
+    ] = None,
+    self_prompts: Annotated[
+        int, typer.Option("--self-prompts", "--self_prompts", min=0, help="Or so many prompts by the target itself.")
+    ] = 0,
+    self_prompt_start: Annotated[
+        list[str] | None,
+        typer.Option("--self-prompt-start", "--self_prompt_start", help="Words such prompts begin with; repeatable."),
+    ] = None,
+    target: Target = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    server: Annotated[
+        str | None, typer.Option("--server", help="Base URL of an OpenAI-compatible server that runs the target.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests in flight at the server.")] = 16,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.7,
+    top_k: Annotated[int, typer.Option("--top-k", "--top_k", min=1, help="Tokens to choose from.")] = 20,
+    top_p: TopP = 0.8,
+    seed: Seed = 0,
+    enable_thinking: Annotated[
+        bool | None, typer.Option("--enable-thinking/--no-thinking", help="The chat template's thinking switch.")
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Answers written at once on this machine.")] = 64,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Answer so many prompts at most.")] = None,
+    max_prompt_tokens: Annotated[
+        int,
+        typer.Option("--max-prompt-tokens", "--max_prompt_tokens", min=1, help="Longer prompts are left out."),
+    ] = 512,
+) -> None:
+    """Let the target answer prompts: the data to train its draft on."""
+    with errors_in_words():
+        sampling = SamplingSettings(max_new_tokens, temperature, top_k, top_p, seed)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=errors) as progress:
+            job = PrepareJob(
+                output=output,
+                prompt_files=tuple(prompts or ()),
+                dataset=dataset,
+                num_self_prompts=self_prompts,
+                self_prompt_starts=tuple(self_prompt_start or ("",)),
+                sampling=sampling,
+                enable_thinking=enable_thinking,
+                num_rows=rows,
+                limit=limit,
+                max_prompt_tokens=max_prompt_tokens,
+            )
+            if server is not None:
+                if target is None:
+                    raise ValueError("`--server` needs `--target`: the name of the target at the server.")
+                added = job.run_at_server(server, target, concurrency, progress)
+            else:
+                added = job.run_here(*load_target(target, dtype, device), progress)
+    console.print(f"{added} rows added to {output}.")
+
+
+def train(
+    context: typer.Context,
+    target: Target = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+) -> None:
+    """Train a draft on answered conversations; run it again to go on after an interruption."""
+    # The Trainer takes seconds to import.
+    from ..train_draft import DataArguments, DraftArguments, own_process_group, train_draft
+    from ..training import DSparkTrainingArguments
+
+    with errors_in_words(), own_process_group():
+        parser = transformers.HfArgumentParser((DataArguments, DraftArguments, DSparkTrainingArguments))
+        data_arguments, draft_arguments, arguments = parser.parse_args_into_dataclasses(context.args)
+        model, tokenizer = load_target(target, dtype, device or str(arguments.device))
+        _, figures = train_draft(model, tokenizer, data_arguments, draft_arguments, arguments)
+    if arguments.process_index == 0:
+        console.print_json(data=figures)

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dspark-hf compare` and `dspark-hf generate`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from transformers import TextStreamer
+
+from .._version import __version__
+from ..comparison import ComparisonSummary, PromptComparison, compare, encode_prompt, summarize
+from ..metrics import collect_rounds
+from ..prompts import BUILTIN_PROMPTS, Prompt, read_prompts
+from .options import (
+    Device,
+    Draft,
+    Dtype,
+    MaxNewTokens,
+    NumAssistantTokens,
+    Raw,
+    Schedule,
+    Seed,
+    Target,
+    Temperature,
+    Threshold,
+    TopP,
+    console,
+    errors,
+    errors_in_words,
+    load_pair,
+    sampling_arguments,
+    set_knobs,
+)
+
+
+def compare_command(
+    text: Annotated[
+        list[str] | None, typer.Argument(help="Prompts. Default: 12 built-in ones (math, code, chat).")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help="File of prompts: .txt, .json or .jsonl (prompt, messages or turns)."),
+    ] = None,
+    target: Target = None,
+    draft: Draft = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    max_new_tokens: MaxNewTokens = 96,
+    num_assistant_tokens: NumAssistantTokens = None,
+    assistant_confidence_threshold: Threshold = None,
+    num_assistant_tokens_schedule: Schedule = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    raw: Raw = False,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs per prompt; medians are reported.")] = 1,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Plain generation against DSpark: speed, accepted length, and whether the texts are the same."""
+    with errors_in_words():
+        chosen = _choose_prompts(text, prompts)
+        status = errors if json_output else console
+        with status.status("Loading the models (the default target is fetched and converted once)..."):
+            model, draft_model, tokenizer = load_pair(target, draft, dtype, device)
+        set_knobs(draft_model, num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
+        torch.manual_seed(seed)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=errors, transient=True) as progress:
+            task = progress.add_task("Generating with and without DSpark", total=2 * repeats * len(chosen))
+            results = compare(
+                model,
+                draft_model,
+                tokenizer,
+                chosen,
+                max_new_tokens=max_new_tokens,
+                repeats=repeats,
+                raw=raw,
+                generate_arguments=sampling_arguments(temperature, top_p),
+                on_progress=lambda: progress.advance(task),
+            )
+    if json_output:
+        typer.echo(json.dumps(_as_json(results, dtype, str(model.device), temperature), indent=2))
+    else:
+        _print_comparison(results, dtype, temperature)
+
+
+def generate_command(
+    text: Annotated[str, typer.Argument(help="The user's turn, or the text to continue with --raw.")],
+    target: Target = None,
+    draft: Draft = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    max_new_tokens: MaxNewTokens = 256,
+    num_assistant_tokens: NumAssistantTokens = None,
+    assistant_confidence_threshold: Threshold = None,
+    num_assistant_tokens_schedule: Schedule = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    seed: Seed = 0,
+    raw: Raw = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Do not use the draft.")] = False,
+) -> None:
+    """Stream one answer to the terminal; the figures go to standard error."""
+    with errors_in_words():
+        with errors.status("Loading the models..."):
+            model, draft_model, tokenizer = load_pair(target, draft, dtype, device)
+        set_knobs(draft_model, num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
+        torch.manual_seed(seed)
+        inputs = {name: value.to(model.device) for name, value in encode_prompt(tokenizer, text, raw).items()}
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        assistant = {} if plain else {"assistant_model": draft_model}
+        with collect_rounds() as stats:
+            model.generate(
+                **inputs,
+                **assistant,
+                **sampling_arguments(temperature, top_p),
+                max_new_tokens=max_new_tokens,
+                streamer=streamer,
+            )
+    if stats.num_rounds:
+        rate, verified = stats.num_committed / stats.round_s, stats.num_verified / stats.num_committed
+        errors.print(
+            f"[dim]{rate:.1f} tokens/s after the prefill, accepted length {stats.accepted_length:.2f}, {verified:.2f} "
+            "tokens verified per token[/]",
+            highlight=False,
+        )
+
+
+def _choose_prompts(text: list[str] | None, path: Path | None) -> list[Prompt]:
+    if text and path is not None:
+        raise ValueError("Prompts come from the command line or from `--prompts`, got both. Leave one away.")
+    if text:
+        return [Prompt("yours", prompt) for prompt in text]
+    return read_prompts(path) if path is not None else list(BUILTIN_PROMPTS)
+
+
+def _summaries(results: list[PromptComparison]) -> list[ComparisonSummary]:
+    domains = list(dict.fromkeys(result.prompt.domain for result in results))
+    pools = [summarize([r for r in results if r.prompt.domain == domain], domain) for domain in domains]
+    return pools if len(pools) == 1 else [*pools, summarize(results)]
+
+
+def _print_comparison(results: list[PromptComparison], dtype: str, temperature: float) -> None:
+    decoding = "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}"
+    table = Table(title=f"Plain generation and DSpark, {dtype}, {decoding}", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("prompts", no_wrap=True)
+    headings = (
+        "plain\ntok/s",
+        "DSpark\ntok/s",
+        "speed-\nup",
+        "accepted\nlength",
+        "drafts\nsent",
+        "verified\n/token",
+    )
+    for heading in (*headings, "same\ntext"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for pool in _summaries(results):
+        table.add_row(
+            f"{pool.name} ({pool.num_prompts})",
+            f"{pool.plain_tokens_per_s:.1f}",
+            f"{pool.dspark_tokens_per_s:.1f}",
+            f"{pool.speedup:.2f}x",
+            f"{pool.accepted_length:.2f}",
+            f"{pool.verify_length:.2f}",
+            f"{pool.verified_per_token:.2f}",
+            f"{pool.num_identical}/{pool.num_prompts}" if temperature == 0 else "-",
+        )
+    console.print(table)
+    if temperature == 0:
+        _print_differences(results, dtype)
+
+
+def _print_differences(results: list[PromptComparison], dtype: str) -> None:
+    different = [result for result in results if not result.identical]
+    if not different:
+        console.print("All texts are the same, token by token.")
+        return
+    table = Table(title="Where the greedy texts part", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("prompt", no_wrap=True)
+    for heading in ("token", "gap of the two\nbest logits"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in different:
+        gap = f"{result.top2_gap:.4f}" if result.top2_gap is not None else "-"
+        table.add_row(" ".join(result.prompt.text.split())[:48], str(result.first_difference), gap)
+    console.print(table)
+    if dtype == "float32":
+        console.print("[bold red]In float32 the texts should be the same. Please report this with `dspark-hf env`.[/]")
+    else:
+        console.print(
+            f"In {dtype} a kernel rounds differently for one token and for several, so greedy texts may part where "
+            "two tokens tie; both are the target's own. With --dtype float32 they are the same."
+        )
+
+
+def _as_json(results: list[PromptComparison], dtype: str, device: str, temperature: float) -> dict[str, Any]:
+    return {
+        "versions": {"dspark_hf": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
+        "dtype": dtype,
+        "device": device,
+        "temperature": temperature,
+        "summary": [dataclasses.asdict(pool) | {"speedup": pool.speedup} for pool in _summaries(results)],
+        "prompts": [
+            {
+                "domain": result.prompt.domain,
+                "prompt": result.prompt.text,
+                "plain": {"num_tokens": len(result.plain.token_ids), "seconds": result.plain.seconds},
+                "dspark": {"num_tokens": len(result.dspark.token_ids), "seconds": result.dspark.seconds},
+                "accepted_length": result.dspark.stats.accepted_length,
+                "identical": result.identical,
+                "first_difference": result.first_difference,
+                "top2_gap": result.top2_gap,
+            }
+            for result in results
+        ],
+    }

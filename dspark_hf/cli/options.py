@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ..default_pair import ensure_default_target, load_default_pair
+from ..modeling_dspark import DSparkDraftModel
+
+
+console = Console()
+errors = Console(stderr=True)
+
+Target = Annotated[
+    str | None, typer.Option("--target", help="Target model: Hub id or folder. Default: the default pair.")
+]
+Draft = Annotated[str | None, typer.Option("--draft", help="Its DSpark draft: Hub id or folder.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="Weights of both models: bfloat16, float16 or float32.")]
+Device = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps, ... Default: cuda if there is one.")
+]
+MaxNewTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "--max_new_tokens", min=1, help="Longest answer, in tokens.")
+]
+NumAssistantTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--num-assistant-tokens", "--num_assistant_tokens", help="Most drafts sent per round. Default: the block."
+    ),
+]
+Threshold = Annotated[
+    float | None,
+    typer.Option(
+        "--assistant-confidence-threshold",
+        "--assistant_confidence_threshold",
+        help="Cut a block at the first slot whose confidence is lower. Default: adaptive.",
+    ),
+]
+Schedule = Annotated[
+    str | None,
+    typer.Option(
+        "--num-assistant-tokens-schedule",
+        "--num_assistant_tokens_schedule",
+        help='"hardware" (default), "confidence", "lookahead", "capacity" or "constant".',
+    ),
+]
+Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 decodes greedily.")]
+TopP = Annotated[float, typer.Option("--top-p", "--top_p", min=0.0, max=1.0, help="Nucleus, when sampling.")]
+Seed = Annotated[int, typer.Option("--seed", help="Random seed, when sampling.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")]
+
+
+@contextlib.contextmanager
+def errors_in_words() -> Iterator[None]:
+    """Known errors end the command with their message and exit status 2, without a traceback."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, NotImplementedError, RuntimeError) as error:
+        errors.print(f"[bold red]Error:[/] {error}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+
+
+def load_target(target: str | None, dtype: str, device: str | None) -> tuple:
+    """Target and tokenizer; the default target where none is named."""
+    transformers.logging.disable_progress_bar()
+    name = target if target is not None else ensure_default_target()
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=parse_dtype(dtype))
+    return model.to(choose_device(device)).eval(), tokenizer
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The dtype of a name."""
+    if name not in ("bfloat16", "float16", "float32"):
+        raise ValueError(f"`--dtype` must be bfloat16, float16 or float32, got {name!r}.")
+    return getattr(torch, name)
+
+
+def choose_device(name: str | None) -> str:
+    """The device named, or CUDA where there is one."""
+    return name or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def load_pair(target: str | None, draft: str | None, dtype: str, device: str | None) -> tuple:
+    """Target, draft and tokenizer; the default pair where none is named."""
+    transformers.logging.disable_progress_bar()
+    if (target is None) != (draft is None):
+        given, missing = ("--target", "--draft") if draft is None else ("--draft", "--target")
+        raise ValueError(f"A draft fits one target only: `{given}` needs `{missing}` as well.")
+    if target is None:
+        return load_default_pair(dtype=parse_dtype(dtype), device=choose_device(device))
+    model, tokenizer = load_target(target, dtype, device)
+    draft_model = DSparkDraftModel.from_pretrained(draft, dtype=parse_dtype(dtype))
+    return model, draft_model.to(choose_device(device)).eval(), tokenizer
+
+
+def set_knobs(draft: DSparkDraftModel, num_tokens: int | None, threshold: float | None, schedule: str | None) -> None:
+    """Options that were given; what was saved with the draft stays otherwise."""
+    chosen = {
+        "num_assistant_tokens": num_tokens,
+        "assistant_confidence_threshold": threshold,
+        "num_assistant_tokens_schedule": schedule,
+    }
+    for name, value in chosen.items():
+        if value is not None:
+            setattr(draft.generation_config, name, value)
+
+
+def sampling_arguments(temperature: float, top_p: float) -> dict[str, Any]:
+    """Arguments of `generate`; temperature 0 is greedy."""
+    if temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}

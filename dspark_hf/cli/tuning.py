@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dspark-hf profile`: the draft on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..profiling import RoundTimeProfile, measure_profile, profile_path
+from .options import Device, Draft, Dtype, Target, console, errors, errors_in_words, load_pair
+
+
+def profile_command(
+    target: Target = None,
+    draft: Draft = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    context_lengths: Annotated[
+        str, typer.Option("--context-lengths", "--context_lengths", help="Tokens of context, with commas: 128,1024.")
+    ] = "256",
+    repeats: Annotated[int, typer.Option("--repeats", min=2, help="Measurements per figure; medians are kept.")] = 15,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File to write. Default: where `generate` looks for it.")
+    ] = None,
+) -> None:
+    """Measure how long rounds take on this machine; `generate` weighs drafts against these times."""
+    with errors_in_words():
+        lengths = _parse_lengths(context_lengths)
+        with errors.status("Loading the models..."):
+            model, draft_model, _ = load_pair(target, draft, dtype, device)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=errors, transient=True) as progress:
+            task = progress.add_task("Timing rounds", total=(repeats + 1) * len(set(lengths)))
+            measured = measure_profile(
+                model, draft_model, lengths, repeats, on_progress=lambda: progress.advance(task)
+            )
+        _print_profile(measured)  # first: a folder that cannot be written does not cost the figures
+        path = output if output is not None else profile_path(model, draft_model)
+        measured.save(path)
+    console.print(f"Written to {path}.", highlight=False, soft_wrap=True)
+
+
+def _parse_lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"`--context-lengths` must be numbers with commas between them, got {text!r}.") from error
+
+
+def _print_profile(profile: RoundTimeProfile) -> None:
+    found = profile.fingerprint
+    threads = f", {found['num_threads']} thread(s)" if found["num_threads"] is not None else ""
+    console.print(f"{found['device']}{threads}, {found['dtype']}", highlight=False)
+    headings = ("tokens\nverified", "verify\nms", "quartiles\nms", "drafting\nms", "round\nms", "plain\nsteps")
+    for measured in profile.measured:
+        curve = measured.curve
+        title = f"Context of {measured.context_length} tokens, {measured.num_repeats} repeats"
+        table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for b, verify_s, (low, high) in zip(curve.batch_tokens, curve.verify_s, measured.verify_spread_s, strict=True):
+            draft_s = curve.draft_s if b > 1 else 0.0  # a plain step drafts nothing
+            table.add_row(
+                str(b),
+                f"{1000 * verify_s:.1f}",
+                f"{1000 * low:.1f}..{1000 * high:.1f}",
+                f"{1000 * draft_s:.1f}" if draft_s else "-",
+                f"{1000 * (draft_s + verify_s):.1f}",
+                f"{(draft_s + verify_s) / curve.plain_s:.2f}",
+            )
+        console.print(table)
+        low, high = measured.draft_spread_s
+        console.print(f"Drafting: quartiles {1000 * low:.1f}..{1000 * high:.1f} ms.\n", highlight=False)
