@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
@@ -140,8 +141,8 @@ class DSparkConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         # transformers builds a config without arguments to find what differs from the defaults, so the two fields that
         # have no sound default are checked by the model (`require_target_fields`), everything else here.
-        _check_geometry(self)
         _check_layer_kind(self)
+        _check_geometry(self)
         _check_heads(self)
         _check_calibration(self)
         if self.target_layer_ids is not None:
@@ -263,7 +264,7 @@ def _full_attention_rope(text_config: PreTrainedConfig) -> dict | None:
 
 def _check_types(config: DSparkConfig) -> None:
     """Values of a kind that the checks below could not compare."""
-    integers = ("num_hidden_layers", "mask_token_id", "draft_vocab_size", "sliding_window", "num_target_layers")
+    integers = ("mask_token_id", "draft_vocab_size", "sliding_window", "num_target_layers")
     flags = (
         "sample_from_anchor",
         "enable_confidence_head",
@@ -276,6 +277,7 @@ def _check_types(config: DSparkConfig) -> None:
         (integers, (int,), "an integer"),
         (flags, (bool,), "true or false"),
         (("rms_norm_eps",), (int, float), "a number"),
+        (("hidden_act", "layer_kind"), (str,), "a name"),
         (("layer_types",), (list, tuple), "a list"),
         (("rope_parameters",), (dict,), "a dictionary"),
     )
@@ -284,12 +286,20 @@ def _check_types(config: DSparkConfig) -> None:
             value = getattr(config, name)
             if value is not None and type(value) not in allowed:
                 raise ValueError(f"`{name}` must be {wanted}, got {value!r}. Set it in the draft's config.json.")
+    if type(config.num_hidden_layers) is not int:  # before lists of that length are made
+        _check_size(config, "num_hidden_layers")
+
+
+def _check_size(config: DSparkConfig, name: str) -> None:
+    value = getattr(config, name)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"`{name}` must be an integer >= 1, got {value!r}. Set it in the draft's config.json.")
 
 
 def _check_layer_kind(config: DSparkConfig) -> None:
     if config.layer_kind not in LAYER_KINDS:
         raise ValueError(f"`layer_kind` must be one of {LAYER_KINDS}, got {config.layer_kind!r}.")
-    if config.layer_kind == "gemma4" and set(config.layer_types) != {"full_attention"}:
+    if config.layer_kind == "gemma4" and any(kind != "full_attention" for kind in config.layer_types):
         raise ValueError(
             f"`layer_types` must be all 'full_attention' with `layer_kind='gemma4'`, got {config.layer_types}."
         )
@@ -303,6 +313,18 @@ def _check_layer_kind(config: DSparkConfig) -> None:
             f"`hidden_act` must be an activation that transformers knows, got {config.hidden_act!r}. Set it in the "
             "draft's config.json."
         )
+    if not 0 < config.rms_norm_eps < 1:
+        raise ValueError(
+            f"`rms_norm_eps` must lie in (0, 1), got {config.rms_norm_eps}. Set it in the draft's config.json."
+        )
+    rope = config.rope_parameters or {}
+    rope_type, theta = rope.get("rope_type", "default"), rope.get("rope_theta", 1.0)
+    is_known = isinstance(rope_type, str) and rope_type in {"default", *ROPE_INIT_FUNCTIONS}
+    if not is_known or type(theta) not in (int, float) or not theta > 0:
+        raise ValueError(
+            "`rope_parameters` must have a `rope_type` that transformers knows and a positive number as `rope_theta`, "
+            f"got {rope}. Set it in the draft's config.json."
+        )
 
 
 def _check_geometry(config: DSparkConfig) -> None:
@@ -315,11 +337,9 @@ def _check_geometry(config: DSparkConfig) -> None:
         "num_key_value_heads",
         "head_dim",
     ):
-        value = getattr(config, name)
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` must be an integer >= 1, got {value!r}. Set it in the draft's config.json.")
+        _check_size(config, name)
     smallest_block = 1 if config.sample_from_anchor else 2
-    if not isinstance(config.block_size, int) or config.block_size < smallest_block:
+    if type(config.block_size) is not int or config.block_size < smallest_block:
         raise ValueError(
             f"`block_size` must be >= {smallest_block} with `sample_from_anchor={config.sample_from_anchor}`, got "
             f"{config.block_size!r}. Set it in the draft's config.json to the block the draft was trained with."
@@ -329,7 +349,7 @@ def _check_geometry(config: DSparkConfig) -> None:
             f"`num_attention_heads` must be a multiple of `num_key_value_heads`, got {config.num_attention_heads} and "
             f"{config.num_key_value_heads}."
         )
-    if len(config.layer_types) != config.num_hidden_layers or set(config.layer_types) - set(LAYER_TYPES):
+    if len(config.layer_types) != config.num_hidden_layers or any(t not in LAYER_TYPES for t in config.layer_types):
         raise ValueError(
             f"`layer_types` must hold one of {LAYER_TYPES} for each of the {config.num_hidden_layers} layers, got "
             f"{config.layer_types}."
@@ -341,7 +361,7 @@ def _check_geometry(config: DSparkConfig) -> None:
 
 
 def _check_heads(config: DSparkConfig) -> None:
-    if not isinstance(config.markov_rank, int) or config.markov_rank < 0:
+    if type(config.markov_rank) is not int or config.markov_rank < 0:
         raise ValueError(f"`markov_rank` must be >= 0 (0: no sequential head), got {config.markov_rank!r}.")
     if config.markov_rank and config.markov_head_type not in MARKOV_HEAD_TYPES:
         raise ValueError(f"`markov_head_type` must be one of {MARKOV_HEAD_TYPES}, got {config.markov_head_type!r}.")

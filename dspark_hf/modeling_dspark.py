@@ -8,6 +8,7 @@ layers, V target vocabulary, D draft vocabulary (= V unless reduced).
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from . import checkpoints
-from .checkpoints.loading import check_loaded, readable_errors
+from .checkpoints.files import OLD_PREFIX, TensorFiles
+from .checkpoints.loading import check_copies, check_loaded, readable_errors
 from .configuration_dspark import DSparkConfig
 from .draft_cache import DraftCache
 from .heads import ConfidenceHead, build_sequential_head
@@ -79,17 +81,21 @@ class DSparkAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = config.head_dim**-0.5
+        is_gemma = config.layer_kind == "gemma4"
+        self.scaling = 1.0 if is_gemma else config.head_dim**-0.5
         self.is_causal = False
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
 
         q_width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, q_width, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.v_proj = None
+        if not config.attention_k_eq_v:
+            self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
         self.o_proj = nn.Linear(q_width, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.q_norm = rms_norm(config, config.head_dim)
+        self.k_norm = rms_norm(config, config.head_dim)
+        self.v_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps, elementwise_affine=False) if is_gemma else None
 
     def forward(
         self,
@@ -115,10 +121,8 @@ class DSparkAttention(nn.Module):
         """
         b, q, _ = hidden_states.shape
         inputs = torch.cat([context, hidden_states], dim=1)  # [b, c + q, d]
-        shape = (b, -1, self.config.num_key_value_heads, self.head_dim)
         queries = self.q_norm(self.q_proj(hidden_states).view(b, q, -1, self.head_dim)).transpose(1, 2)
-        keys = self.k_norm(self.k_proj(inputs).view(shape)).transpose(1, 2)
-        values = self.v_proj(inputs).view(shape).transpose(1, 2)
+        keys, values = self._keys_and_values(inputs)
         queries, keys = apply_rope(queries, keys, *position_embeddings)
         if cache is not None:
             keys, values = cache.write(self.layer_idx, keys, values)
@@ -132,6 +136,14 @@ class DSparkAttention(nn.Module):
             self, queries, keys, values, attention_mask, scaling=self.scaling, dropout=dropout, is_causal=False
         )
         return self.o_proj(outputs.reshape(b, q, -1))
+
+    def _keys_and_values(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the inputs, each `(b, kv_heads, c + q, e)`, the keys not yet rotated."""
+        shape = (inputs.shape[0], -1, self.config.num_key_value_heads, self.head_dim)
+        projected = self.k_proj(inputs).view(shape)
+        values = projected if self.v_proj is None else self.v_proj(inputs).view(shape)
+        values = values if self.v_norm is None else self.v_norm(values)
+        return self.k_norm(projected).transpose(1, 2), values.transpose(1, 2)
 
     def _causal_block_mask(self, q: int, keys: torch.Tensor) -> torch.Tensor | None:
         """Sliding layers are causal inside the block unless the config says otherwise."""
@@ -200,8 +212,8 @@ class DSparkDecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         self.self_attn = DSparkAttention(config, layer_idx)
         self.mlp = DSparkMLP(config)
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = rms_norm(config, config.hidden_size)
+        self.post_attention_layernorm = rms_norm(config, config.hidden_size)
 
     def forward(
         self,
@@ -217,6 +229,50 @@ class DSparkDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
+class DSparkGemma4DecoderLayer(DSparkDecoderLayer):
+    """One draft layer of Gemma 4's kind: norms before and after attention and MLP, the output scaled by a number.
+
+    Args:
+        config (`DSparkConfig`): The draft's configuration.
+        layer_idx (`int`): Draft layer.
+    """
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.pre_feedforward_layernorm = rms_norm(config, config.hidden_size)
+        self.post_feedforward_layernorm = rms_norm(config, config.hidden_size)
+        self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache: DraftCache | None = None,
+    ) -> torch.Tensor:
+        """See [`DSparkAttention.forward`]; `hidden_states` are not yet normed."""
+        normed = self.input_layernorm(hidden_states)
+        attended = self.self_attn(normed, context, position_embeddings, attention_mask, cache)
+        hidden_states = hidden_states + self.post_attention_layernorm(attended)
+        outputs = self.mlp(self.pre_feedforward_layernorm(hidden_states))
+        return (hidden_states + self.post_feedforward_layernorm(outputs)) * self.layer_scalar
+
+
+def rms_norm(config: DSparkConfig, width: int) -> nn.Module:
+    """The RMS norm of a draft's layer kind; Qwen3's rounds before it multiplies by the weight, Gemma 4's after.
+
+    Args:
+        config (`DSparkConfig`): Uses `layer_kind` and `rms_norm_eps`.
+        width (`int`): Width of the normed vectors.
+
+    Returns:
+        `nn.Module`
+    """
+    norm_class = nn.RMSNorm if config.layer_kind == "gemma4" else Qwen3RMSNorm
+    return norm_class(width, eps=config.rms_norm_eps)
+
+
 class DSparkPreTrainedModel(PreTrainedModel):
     """Loading, saving and initialising of DSpark drafts."""
 
@@ -225,7 +281,7 @@ class DSparkPreTrainedModel(PreTrainedModel):
     main_input_name = "noise_embeds"
     input_modalities = ("text",)
     supports_gradient_checkpointing = True
-    _no_split_modules = ["DSparkDecoderLayer"]
+    _no_split_modules = ["DSparkDecoderLayer", "DSparkGemma4DecoderLayer"]
     _supports_sdpa = True
     _supports_attention_backend = True
     # Frozen copies of the target's tensors that published drafts carry; the target's own are used.
@@ -252,9 +308,10 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         super().__init__(config)
         config.require_target_fields()
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList([DSparkDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
-        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = rms_norm(config, config.hidden_size)
+        layer_class = DSparkGemma4DecoderLayer if config.layer_kind == "gemma4" else DSparkDecoderLayer
+        self.layers = nn.ModuleList([layer_class(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = rms_norm(config, config.hidden_size)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.markov_head = build_sequential_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
@@ -348,33 +405,43 @@ class DSparkDraftModel(DSparkPreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike, *model_args: Any, config: Any = None, **kwargs: Any
     ) -> DSparkDraftModel:
-        """Load a draft, from the Hub or a folder: our own layout, DeepSpec's, or speculators'.
+        """Load a draft, from the Hub or a folder: our own layout, DeepSpec's, speculators', z-lab's or SpecForge's.
 
-        Arguments are those of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...).
+        Arguments are those of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...), and
+        the fields of [`DSparkConfig`] that published files leave open; the error of a file that does so names the one.
 
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`): Hub id or folder.
             config (`DSparkConfig`, *optional*): Overrides the configuration in the checkpoint.
+            kwargs (`Any`):
+                As above. The fields are `sample_from_anchor`, `sliding_window_non_causal`, `mask_token_id`,
+                `target_layer_ids`, `block_size`, `markov_rank`, `markov_head_type`, `enable_confidence_head` and
+                `confidence_head_with_markov`.
 
         Returns:
             [`DSparkDraftModel`], in eval mode, with every tensor loaded.
 
         Raises:
             ValueError: If the folder holds no draft, or its weights are unreadable, incomplete or do not fit the
-                config.
+                config, or the config leaves a field open or contradicts an argument.
             NotImplementedError: If the format is known but cannot be used here; the message says what serves it.
         """
         source = str(pretrained_model_name_or_path)
+        stated = {name: kwargs.pop(name) for name in checkpoints.OPEN_FIELDS if name in kwargs}
         if not isinstance(config, DSparkConfig):
-            config = checkpoints.read_config(pretrained_model_name_or_path, kwargs)
+            config = checkpoints.read_config(pretrained_model_name_or_path, kwargs, stated)
+        elif stated:
+            raise ValueError(f"`config` says everything, so {sorted(stated)} cannot be given as well.")
         return_info = kwargs.pop("output_loading_info", False)
         kwargs.setdefault("use_safetensors", True)  # no pickle
         kwargs["ignore_mismatched_sizes"] = True  # refused below, with the names
+        kwargs.setdefault("key_mapping", {f"^{re.escape(OLD_PREFIX)}": ""})
         with readable_errors(source):
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path, *model_args, config=config, output_loading_info=True, **kwargs
             )
         check_loaded(model, info, source)
+        check_copies(model, TensorFiles.find(pretrained_model_name_or_path, kwargs), source)
         model.generation_config = _read_generation_config(pretrained_model_name_or_path, kwargs)
         model.embedding_sample = checkpoints.read_embedding_sample(pretrained_model_name_or_path, kwargs)
         return (model, info) if return_info else model
@@ -394,6 +461,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             push_to_hub (`bool`, *optional*, defaults to `False`): Upload the folder afterwards.
             repo_id (`str`, *optional*): Hub id to upload to; the folder's name by default.
         """
+        kwargs["save_original_format"] = False  # our names, whatever those of the file it was read from
         super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("is_main_process", True):
             self.generation_config.save_pretrained(save_directory)

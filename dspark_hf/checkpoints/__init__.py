@@ -3,7 +3,7 @@
 
 All supported formats share the tensor names of our own, so only the configuration is translated. A format is told by
 what is in the config, never by a class name alone (two projects use the same one), and what a file leaves open is an
-error, never a guess: a wrong guess does not crash, it silently accepts nothing.
+error, never a guess: a wrong guess does not crash, it silently accepts nothing. `convert` writes the formats.
 """
 
 from __future__ import annotations
@@ -12,71 +12,78 @@ import os
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_NAME, cached_file
 
 from ..configuration_dspark import DSparkConfig
-from . import deepspec, speculators
+from . import deepspec, deepspec_gemma4, dflash, speculators
+from .fields import OPEN_FIELDS, ConfigFile
+from .files import TensorFiles, hub_arguments
 from .refusals import refuse
 
 
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-
-
-def read_config(name_or_path: str | os.PathLike, load_arguments: dict[str, Any]) -> DSparkConfig:
+def read_config(
+    name_or_path: str | os.PathLike, load_arguments: dict[str, Any], stated: dict[str, Any] | None = None
+) -> DSparkConfig:
     """The configuration of a draft checkpoint in any supported format.
 
     Args:
         name_or_path (`str` or `os.PathLike`): Hub id or folder.
         load_arguments (`dict[str, Any]`): Arguments of `from_pretrained`; those that find files are used.
+        stated (`dict[str, Any]`, *optional*): Values of `OPEN_FIELDS` that the file leaves open.
 
     Returns:
         [`DSparkConfig`]
 
     Raises:
         OSError: If there is no config.json.
-        ValueError: If the config is not a draft's, or lacks a field that cannot be guessed.
+        ValueError: If the config is not a draft's, lacks a field that cannot be guessed, or contradicts `stated`.
         NotImplementedError: If the format is known but not supported.
     """
     config, _ = PreTrainedConfig.get_config_dict(name_or_path, **hub_arguments(load_arguments))
     if not config:
         raise OSError(f"{name_or_path} has no config.json. Pass the Hub id or the folder of a draft.")
-    return convert_config(config, str(name_or_path))
+    return convert_config(config, str(name_or_path), stated)
 
 
-def hub_arguments(load_arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `from_pretrained` that say where files are found.
-
-    Args:
-        load_arguments (`dict[str, Any]`): All of them.
-
-    Returns:
-        `dict[str, Any]`
-    """
-    return {name: load_arguments[name] for name in _HUB_ARGUMENTS if name in load_arguments}
-
-
-def convert_config(config: dict[str, Any], source: str) -> DSparkConfig:
+def convert_config(config: dict[str, Any], source: str, stated: dict[str, Any] | None = None) -> DSparkConfig:
     """Translate a config.json.
 
     Args:
         config (`dict[str, Any]`): Contents of config.json.
         source (`str`): Where it came from, for messages.
+        stated (`dict[str, Any]`, *optional*): Values of `OPEN_FIELDS` that the file leaves open.
 
     Returns:
         [`DSparkConfig`]
 
     Raises:
-        ValueError: If the config is not a draft's, or lacks a field that cannot be guessed.
+        ValueError: If the config is not a draft's, lacks a field that cannot be guessed, or contradicts `stated`.
         NotImplementedError: If the format is known but not supported.
     """
-    if config.get("model_type") == DSparkConfig.model_type:
-        return DSparkConfig.from_dict(config)
-    for reader in (speculators, deepspec):
-        if reader.matches(config):
-            return reader.to_config(config, source)
-    raise refuse(config, source)
+    stated = {name: value for name, value in (stated or {}).items() if value is not None}
+    try:
+        ours = _read(ConfigFile(config, source, stated))
+    except (TypeError, AttributeError, KeyError, IndexError) as error:  # fields of transformers' own
+        raise ValueError(
+            f"The draft config of {source} has a field of a wrong type ({type(error).__name__}: {error}). Compare it "
+            "with the config.json that its trainer wrote."
+        ) from error
+    for name, value in stated.items():
+        if getattr(ours, name) != value:
+            raise ValueError(
+                f"`{name}={value!r}` contradicts the draft config of {source}, which says {getattr(ours, name)!r}. "
+                "Leave the argument out, or correct config.json."
+            )
+    return ours
+
+
+def _read(file: ConfigFile) -> DSparkConfig:
+    if file.fields.get("model_type") == DSparkConfig.model_type:
+        return DSparkConfig.from_dict(file.fields)
+    for reader in (speculators, dflash, deepspec, deepspec_gemma4):
+        if reader.matches(file.fields):
+            return reader.to_config(file)
+    raise refuse(file.fields, file.source)
 
 
 def read_embedding_sample(
@@ -90,22 +97,11 @@ def read_embedding_sample(
         num_rows (`int`, *optional*, defaults to 16): Rows to read, spread over the vocabulary.
 
     Returns:
-        `dict[int, torch.Tensor]`: token id to row `(d,)`; empty where the checkpoint has no embedding or many files.
+        `dict[int, torch.Tensor]`: token id to row `(d,)`; empty where the checkpoint has no embedding.
     """
-    path = cached_file(
-        name_or_path,
-        SAFE_WEIGHTS_NAME,
-        _raise_exceptions_for_missing_entries=False,
-        **hub_arguments(load_arguments),
-    )
-    if path is None:
-        return {}
-    with safe_open(path, framework="pt") as file:
-        if "embed_tokens.weight" not in file.keys():  # noqa: SIM118 (the file is no dictionary)
-            return {}
-        rows = file.get_slice("embed_tokens.weight")
-        count = rows.get_shape()[0]
-        return {i: rows[i : i + 1][0] for i in range(0, count, max(1, count // num_rows))}
+    rows = TensorFiles.find(name_or_path, load_arguments).read_rows("embed_tokens.weight", num_rows)
+    # Some writers left the rows unset where they are read from the target.
+    return {i: row for i, row in rows.items() if torch.isfinite(row).all()}
 
 
-__all__ = ["convert_config", "hub_arguments", "read_config", "read_embedding_sample"]
+__all__ = ["OPEN_FIELDS", "convert_config", "hub_arguments", "read_config", "read_embedding_sample"]

@@ -10,7 +10,18 @@ from __future__ import annotations
 from typing import Any
 
 from ..configuration_dspark import DSparkConfig
-from .fields import layer_stack_fields, require
+from .fields import (
+    KEPT_FIELDS,
+    ConfigFile,
+    check_writable_layer_ids,
+    dtype_to_write,
+    layer_stack_fields,
+    stack_to_write,
+)
+
+
+# DeepSpec's training setting, which its class asks for when it loads.
+NUM_ANCHORS = 512
 
 
 def matches(config: dict[str, Any]) -> bool:
@@ -25,31 +36,80 @@ def matches(config: dict[str, Any]) -> bool:
     return (config.get("architectures") or [None])[0] == "Qwen3DSparkModel" and "dflash_config" not in config
 
 
-def to_config(config: dict[str, Any], source: str) -> DSparkConfig:
+def to_config(file: ConfigFile) -> DSparkConfig:
     """Translate a config.json of this format.
 
     Args:
-        config (`dict[str, Any]`): Contents of config.json.
-        source (`str`): Where it came from.
+        file (`ConfigFile`): Its contents.
 
     Returns:
         [`DSparkConfig`]
 
     Raises:
         ValueError: If a field is missing or contradicts another.
+        NotImplementedError: If the layer stack is of another kind.
     """
-    markov_rank = require(config, "markov_rank", source)
-    enable_confidence_head = require(config, "enable_confidence_head", source)
-    fields = layer_stack_fields(config, source)
-    fields |= {name: require(config, name, source) for name in ("block_size", "mask_token_id", "target_layer_ids")}
-    if markov_rank:
-        fields["markov_head_type"] = require(config, "markov_head_type", source)
-    if enable_confidence_head:
-        fields["confidence_head_with_markov"] = require(config, "confidence_head_with_markov", source)
-    return DSparkConfig(
-        **fields,
-        num_target_layers=config.get("num_target_layers"),
-        sample_from_anchor=True,
-        markov_rank=markov_rank,
-        enable_confidence_head=enable_confidence_head,
-    )
+    return DSparkConfig(**layer_stack_fields(file), **draft_fields(file))
+
+
+def draft_fields(file: ConfigFile) -> dict[str, Any]:
+    """What DeepSpec adds to a copy of the target's config.
+
+    Args:
+        file (`ConfigFile`): Contents of config.json.
+
+    Returns:
+        `dict[str, Any]`: Keyword arguments of [`DSparkConfig`].
+
+    Raises:
+        ValueError: If a field is missing.
+    """
+    fields = {name: file.require(name) for name in ("block_size", "mask_token_id")}
+    fields |= {"target_layer_ids": file.require_layer_ids(), "sample_from_anchor": True}
+    return fields | file.head_fields() | file.kept_fields()
+
+
+def from_config(config: DSparkConfig) -> dict[str, Any]:
+    """Write a configuration in this format.
+
+    Args:
+        config (`DSparkConfig`): The draft's configuration, with `num_target_layers`.
+
+    Returns:
+        `dict[str, Any]`: Contents of config.json.
+
+    Raises:
+        ValueError: If the draft has what this format has no words for.
+    """
+    fields = stack_to_write(config) | written_draft_fields(config) | dtype_to_write(config)
+    return fields | {"architectures": ["Qwen3DSparkModel"]}
+
+
+def written_draft_fields(config: DSparkConfig) -> dict[str, Any]:
+    """The reverse of [`draft_fields`].
+
+    Args:
+        config (`DSparkConfig`): The draft's configuration.
+
+    Returns:
+        `dict[str, Any]`
+
+    Raises:
+        ValueError: If the draft has what this format has no words for.
+    """
+    for is_so, what in (
+        (config.draft_vocab_size is not None, "a reduced vocabulary"),
+        (not config.sample_from_anchor, "slots whose first repeats the anchor (`sample_from_anchor` false)"),
+        ("sliding_attention" in config.layer_types, "sliding-window layers"),
+    ):
+        if is_so:
+            raise ValueError(
+                f"DeepSpec's layout has no words for {what}, which this draft has. Write the speculators layout "
+                "instead: vLLM and llama.cpp read it."
+            )
+    check_writable_layer_ids(config)
+    names = ["block_size", "mask_token_id", "target_layer_ids", "markov_rank", "enable_confidence_head"]
+    names += ["markov_head_type"] if config.markov_rank else []
+    names += ["confidence_head_with_markov"] if config.enable_confidence_head else []
+    kept = {name: getattr(config, name) for name in KEPT_FIELDS if getattr(config, name) is not None}
+    return {name: getattr(config, name) for name in names} | kept | {"num_anchors": NUM_ANCHORS}

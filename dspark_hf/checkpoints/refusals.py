@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 
+# The target's config names its draft with these; they are no config of a draft alone.
 _IN_CHECKPOINT_KEYS = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
 
 
@@ -19,7 +20,7 @@ def refuse(config: dict[str, Any], source: str) -> Exception:
     Returns:
         `NotImplementedError` for a known format, else `ValueError`; to be raised by the caller.
     """
-    architectures = config.get("architectures") or []
+    architectures = [str(name) for name in config.get("architectures") or []]
     if any(key in config for key in _IN_CHECKPOINT_KEYS):
         return NotImplementedError(
             f"{source} carries its DSpark draft inside the target's checkpoint (DeepSeek-V4 style: MoE draft layers "
@@ -27,21 +28,18 @@ def refuse(config: dict[str, Any], source: str) -> Exception:
         )
     if "speculators_model_type" in config:
         return NotImplementedError(
-            f"{source} is a speculators draft of type {config['speculators_model_type']!r}; only 'dspark' is "
-            "supported."
-        )
-    if "dflash_config" in config:
-        return NotImplementedError(
-            f"{source} is a draft in the z-lab/SpecForge layout (`dflash_config`), which is not supported yet."
+            f"{source} is a speculators draft of type {config['speculators_model_type']!r}; only 'dspark' and "
+            "'dflash' are supported. Serve it with vLLM."
         )
     if any(name.endswith(("DSparkModel", "Eagle3Model")) for name in architectures):
         return NotImplementedError(
-            f"{source} is a DeepSpec draft of class {architectures[0]}; only Qwen3DSparkModel is supported."
+            f"{source} is a DeepSpec draft of class {architectures[0]}; only Qwen3DSparkModel and Gemma4DSparkModel "
+            "are supported. Serve it with vLLM or SGLang."
         )
-    if "DSparkDraftModel" in architectures:
+    if {"DSparkDraftModel", "DFlashDraftModel"} & set(architectures):
         return ValueError(
-            f"{source} names the class DSparkDraftModel, which several projects use, but has none of the fields that "
-            "tell which one wrote it (`model_type: dspark_draft`, `speculators_model_type`, `dflash_config`)."
+            f"{source} names the class {architectures[0]}, which several projects use, but has none of the fields "
+            "that tell which one wrote it (`model_type: dspark_draft`, `speculators_model_type`, `dflash_config`)."
         )
     return ValueError(
         f"{source} is not a DSpark draft: its config.json has architectures {architectures} and model_type "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of the speculators package (`speculators_model_type: dspark`): layer stack and heads in a nested config.
+"""The layout of the speculators package (`speculators_model_type`): layer stack in a nested config, heads beside it.
 
 Layer ids count hidden states (id 0 is the embedding output), one more than ours. The LM head is stored only with a
 reduced vocabulary, with `d2t` as offsets and the redundant membership mask `t2d`.
@@ -7,10 +7,24 @@ reduced vocabulary, with `d2t` as offsets and the redundant membership mask `t2d
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..configuration_dspark import DSparkConfig
-from .fields import layer_stack_fields, require
+from .fields import (
+    KEPT_FIELDS,
+    ConfigFile,
+    check_writable_layer_ids,
+    dtype_to_write,
+    layer_stack_fields,
+    stack_to_write,
+)
+
+
+# The release whose layout is written; `tests/parity/speculators_package.py` compares with it.
+VERSION = "0.9.0"
 
 
 def matches(config: dict[str, Any]) -> bool:
@@ -22,41 +36,118 @@ def matches(config: dict[str, Any]) -> bool:
     Returns:
         `bool`
     """
-    return config.get("speculators_model_type") == "dspark"
+    return config.get("speculators_model_type") in ("dspark", "dflash")
 
 
-def to_config(config: dict[str, Any], source: str) -> DSparkConfig:
+def to_config(file: ConfigFile) -> DSparkConfig:
     """Translate a config.json of this format.
 
     Args:
-        config (`dict[str, Any]`): Contents of config.json.
-        source (`str`): Where it came from.
+        file (`ConfigFile`): Its contents.
 
     Returns:
         [`DSparkConfig`]
 
     Raises:
-        ValueError: If a field is missing or contradicts another; among them `sample_from_anchor`, whose absence stands
-            for an older slot convention in some files and for the newer one in others.
+        ValueError: If a field is missing or contradicts another; among them `sample_from_anchor` of a DSpark draft,
+            whose absence stands for an older slot convention in some files and for the newer one in others.
+        NotImplementedError: If the layer stack is of another kind.
     """
-    fields = layer_stack_fields(require(config, "transformer_layer_config", source), source)
-    if config.get("target_hidden_size") not in (None, fields["hidden_size"]):
+    fields = layer_stack_fields(_with_one_rope(file.part("transformer_layer_config")))
+    if file.fields.get("target_hidden_size") not in (None, fields["hidden_size"]):
         raise ValueError(
             f"`target_hidden_size` must equal the draft's hidden size {fields['hidden_size']}, got "
-            f"{config['target_hidden_size']} in {source}: the draft shares its target's embedding."
+            f"{file.fields['target_hidden_size']} in {file.source}: the draft shares its target's embedding."
         )
-    names = ("block_size", "mask_token_id", "sample_from_anchor", "markov_rank", "enable_confidence_head")
-    fields |= {name: require(config, name, source) for name in names}
-    if fields["markov_rank"]:
-        fields["markov_head_type"] = require(config, "markov_head_type", source)
-    if fields["enable_confidence_head"]:
-        fields["confidence_head_with_markov"] = require(config, "confidence_head_with_markov", source)
-    fields.setdefault("dtype", config.get("dtype"))
-    verifier = (config.get("speculators_config") or {}).get("verifier") or {}
+    fields |= {name: file.require(name) for name in ("block_size", "mask_token_id")}
+    if file.fields["speculators_model_type"] == "dflash":
+        # Files of before the field was added are of the convention that is still its default.
+        fields |= {"markov_rank": 0, "enable_confidence_head": False}
+        fields["sample_from_anchor"] = file.get("sample_from_anchor", False)
+    else:
+        fields |= {"sample_from_anchor": file.require("sample_from_anchor")} | file.head_fields()
+    fields.setdefault("dtype", file.fields.get("dtype"))
     return DSparkConfig(
         **fields,
-        target_layer_ids=[i - 1 for i in require(config, "aux_hidden_state_layer_ids", source)],
-        draft_vocab_size=require(config, "draft_vocab_size", source),
-        sliding_window_non_causal=bool(config.get("sliding_window_non_causal", False)),
-        target_name_or_path=verifier.get("name_or_path"),
+        **({"target_name_or_path": _verifier_name(file)} | file.kept_fields()),
+        target_layer_ids=file.require_layer_ids("aux_hidden_state_layer_ids", offset=1),
+        draft_vocab_size=file.require("draft_vocab_size"),
+        sliding_window_non_causal=file.get("sliding_window_non_causal", False),
     )
+
+
+def from_config(config: DSparkConfig, verifier_architectures: list[str]) -> dict[str, Any]:
+    """Write a configuration in this format.
+
+    Args:
+        config (`DSparkConfig`): The draft's configuration, with `target_name_or_path`.
+        verifier_architectures (`list[str]`): The target's classes.
+
+    Returns:
+        `dict[str, Any]`: Contents of config.json.
+
+    Raises:
+        ValueError: If the draft has what this format has no words for.
+    """
+    if config.layer_kind != "qwen3":
+        raise ValueError(
+            f"The speculators layout has no words for layers of kind {config.layer_kind!r}. Write DeepSpec's layout "
+            "instead."
+        )
+    check_writable_layer_ids(config)
+    has_heads = config.markov_rank > 0 or config.enable_confidence_head
+    kind = "dspark" if has_heads or config.sample_from_anchor else "dflash"
+    proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_draft_slots}
+    proposal |= {"verifier_accept_k": 1, "accept_tolerance": 0.0}
+    fields = {
+        "architectures": ["DSparkDraftModel" if kind == "dspark" else "DFlashDraftModel"],
+        "speculators_model_type": kind,
+        "speculators_version": VERSION,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": config.target_name_or_path, "architectures": verifier_architectures},
+        },
+        "transformer_layer_config": stack_to_write(config),
+        "aux_hidden_state_layer_ids": [i + 1 for i in config.target_layer_ids],
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "target_hidden_size": None,
+        "tie_word_embeddings": False,
+    } | dtype_to_write(config)
+    names = ["block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal"]
+    if kind == "dspark":
+        names += ["markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"]
+    kept = {name: getattr(config, name) for name in KEPT_FIELDS if getattr(config, name) is not None}
+    return fields | {name: getattr(config, name) for name in names} | kept
+
+
+def membership_mask(draft_token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The redundant `t2d` of a reduced vocabulary.
+
+    Args:
+        draft_token_ids (`torch.LongTensor` of shape `(D,)`): Target ids of the draft vocabulary.
+        vocab_size (`int`): V.
+
+    Returns:
+        `torch.BoolTensor` of shape `(V,)`.
+    """
+    mask = torch.zeros(vocab_size, dtype=torch.bool)
+    mask[draft_token_ids] = True
+    return mask
+
+
+def _with_one_rope(stack: ConfigFile) -> ConfigFile:
+    """Where a RoPE per layer type was copied from the target, the package takes that of sliding layers for all."""
+    rope = stack.fields.get("rope_parameters")
+    if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
+        return replace(stack, fields=stack.fields | {"rope_parameters": rope["sliding_attention"]})
+    return stack
+
+
+def _verifier_name(file: ConfigFile) -> str | None:
+    for name in ("speculators_config", "verifier"):
+        if not isinstance(file.fields.get(name), dict):
+            return None
+        file = file.part(name)
+    return file.fields.get("name_or_path")

@@ -12,7 +12,7 @@ import typer
 from .._version import __version__
 from .drafts import prepare, train
 from .generating import compare_command, generate_command
-from .tuning import profile_command
+from .tuning import convert_command, profile_command
 
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command(
     "--num_train_epochs, --per_device_train_batch_size, --bf16.",
 )(train)
 app.command("profile")(profile_command)
+app.command("convert")(convert_command)
 
 
 @app.command()

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dspark-hf profile`: the draft on this machine."""
+"""`dspark-hf profile` and `dspark-hf convert`: a draft on this machine, and in other engines."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
+import transformers
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ..checkpoints.convert import convert_draft, parse_stated
 from ..profiling import RoundTimeProfile, measure_profile, profile_path
 from .options import Device, Draft, Dtype, Target, console, errors, errors_in_words, load_pair
 
@@ -76,3 +78,33 @@ def _print_profile(profile: RoundTimeProfile) -> None:
         console.print(table)
         low, high = measured.draft_spread_s
         console.print(f"Drafting: quartiles {1000 * low:.1f}..{1000 * high:.1f} ms.\n", highlight=False)
+
+
+def convert_command(
+    draft: Annotated[str, typer.Argument(help="Draft to convert: Hub id or folder, in any format that is read.")],
+    to: Annotated[str, typer.Option("--to", help="Format to write: dspark (ours), deepspec or speculators.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write: new, or empty.")],
+    target: Annotated[
+        str | None, typer.Option("--target", help="The draft's target: Hub id or folder. Needed by other engines.")
+    ] = None,
+    stated: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="What the config leaves open: NAME=VALUE, such as sample_from_anchor=true."),
+    ] = None,
+    round_times: Annotated[
+        Path | None,
+        typer.Option(
+            "--round-times", "--round_times", help="File of `dspark-hf profile`, for engines that schedule by it."
+        ),
+    ] = None,
+) -> None:
+    """Write a draft in the layout that another engine reads."""
+    transformers.logging.disable_progress_bar()
+    with errors_in_words():
+        curve = RoundTimeProfile.load(round_times).curves[0][1] if round_times is not None else None
+        written = convert_draft(draft, to, output, target, parse_stated(stated or []), curve)
+    console.print(f"{written.folder}: {to}, every tensor as it was.", highlight=False)
+    for name in written.lost:
+        console.print(f"Not kept by this format: {name}", highlight=False)
+    for path in written.engine_files:
+        console.print(f"For other engines: {path}", highlight=False)

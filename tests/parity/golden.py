@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading of the golden data, and the comparisons that both reference formats share."""
+"""Reading of the golden data, and the comparisons that all reference formats share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 def load_pair(
     folder: Path, target_folder: Path | None = None, attention: str = "sdpa"
 ) -> tuple[PreTrainedModel, DSparkDraftModel]:
-    target = AutoModelForCausalLM.from_pretrained(target_folder or folder / "target", attn_implementation=attention)
+    # The references ran with sdpa; under another one transformers' Gemma 4 differs from itself by more than 1e-5.
+    target = AutoModelForCausalLM.from_pretrained(target_folder or folder / "target", attn_implementation="sdpa")
     target.generation_config = GenerationConfig(pad_token_id=0)  # the data were made with EOS off
     draft = DSparkDraftModel.from_pretrained(folder / "draft", attn_implementation=attention)
     assert target.dtype == draft.dtype == torch.float32
@@ -30,15 +31,20 @@ def load_pair(
 
 
 def check_block(folder: Path, target: PreTrainedModel, draft: DSparkDraftModel) -> None:
-    """One block after a prefill: context, backbone, base and corrected logits, greedy chain, confidence."""
+    """One block after a prefill: context, backbone, base and corrected logits, greedy chain, confidence.
+
+    References whose slot 0 repeats the anchor record its hidden states too; only the slots that draft are compared.
+    """
     golden = load_file(folder / "block.safetensors")
     prompt, text = golden["prompt"], torch.cat([golden["prompt"], golden["anchor"][None]], dim=1)
     states = target(prompt, output_hidden_states=True).hidden_states
     context = torch.cat([states[i + 1] for i in draft.config.target_layer_ids], dim=-1)
     torch.testing.assert_close(context, golden["context_hidden_states"], **TOLERANCE)
     block = uncached_block(target, draft, text)
-    torch.testing.assert_close(block.hidden, golden["block_hidden"], **TOLERANCE)
-    torch.testing.assert_close(block.base_logits, golden["base_logits"], **TOLERANCE)
+    slots = draft.config.num_draft_slots
+    torch.testing.assert_close(block.hidden, golden["block_hidden"][:, -slots:], **TOLERANCE)
+    if draft.markov_head is not None or "base_logits" in golden:
+        torch.testing.assert_close(block.base_logits, golden["base_logits"][:, -slots:], **TOLERANCE)
     torch.testing.assert_close(block.draft_logits, golden["draft_logits"], **TOLERANCE)
     assert torch.equal(block.token_ids, golden["draft_tokens"])
     assert (block.confidence_logits is None) == ("confidence_logits" not in golden)
@@ -90,18 +96,20 @@ def check_cached_rounds(folder: Path, target: PreTrainedModel, draft: DSparkDraf
 
 def check_decoding(case: dict[str, Any], target: PreTrainedModel, draft: DSparkDraftModel) -> tuple[int, int]:
     """Rounds of a whole decoding, up to where our last blocks are shortened; returns rounds compared and shortened."""
-    prompt = torch.tensor([case["prompt"]])
+    prompt, stops = torch.tensor([case["prompt"]]), case.get("stop_token_ids")
     with collect_rounds() as stats:
         output = target.generate(
             prompt,
             do_sample=False,
             max_new_tokens=case["max_new_tokens"],
+            eos_token_id=stops,
             assistant_model=draft,
-            assistant_confidence_threshold=case["threshold"],
+            assistant_confidence_threshold=case.get("threshold", 0.0),
         )
-    assert output[0].tolist() == case["output"] == case["plain_greedy"]
+    assert output[0].tolist() == case["output"] == case["plain_greedy"][: len(case["output"])]
     room, compared, shortened = case["max_new_tokens"] - 1, 0, 0  # the prefill makes the first token
-    for index, record in enumerate(stats.rounds):
+    # References differ in what they count of the round that a stop token ends.
+    for index, record in enumerate(stats.rounds[:-1] if stops else stats.rounds):
         proposed = case["proposal_lengths"][index]
         reference = case["rounds"][index]
         assert record.anchor_id == reference["anchor"]
@@ -109,7 +117,7 @@ def check_decoding(case: dict[str, Any], target: PreTrainedModel, draft: DSparkD
         assert record.verify_length == min(proposed, room - 1)
         assert list(record.token_ids) == reference["drafts"][: record.verify_length]
         if record.confidence:
-            confidence = torch.tensor(reference["confidence_logits"] or []).sigmoid()  # of the slots it sent
+            confidence = torch.tensor(reference.get("confidence_logits") or []).sigmoid()  # of the slots it sent
             common = min(len(record.confidence), len(confidence))
             assert common >= record.verify_length
             torch.testing.assert_close(torch.tensor(record.confidence)[:common], confidence[:common], **TOLERANCE)
@@ -119,5 +127,5 @@ def check_decoding(case: dict[str, Any], target: PreTrainedModel, draft: DSparkD
         else:
             shortened += 1
         room -= record.num_committed
-    assert room == 0
+    assert room == 0 or stops
     return compared, shortened

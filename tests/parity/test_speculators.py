@@ -10,12 +10,13 @@ from safetensors.torch import load_file
 from tests.parity.golden import GOLDEN, check_block, check_cached_rounds, check_decoding, load_pair
 
 
-FOLDERS = {
+DSPARK = {
     "full": GOLDEN / "speculators_dspark" / "full",
     "sliding_causal": GOLDEN / "speculators_dspark" / "sliding_causal",
     "sliding_noncausal": GOLDEN / "speculators_dspark" / "sliding_noncausal",
     "dspark_full_vocab": GOLDEN / "speculators_dflash" / "dspark_full_vocab",
 }
+FOLDERS = DSPARK | {"dflash": GOLDEN / "speculators_dflash" / "dflash"}
 
 
 def load(name: str, attention: str = "sdpa"):
@@ -46,8 +47,11 @@ def test_decoding(name):
 
 
 def test_configuration():
-    full, causal, bidirectional, full_vocab = (load(name)[1] for name in FOLDERS)
+    full, causal, bidirectional, full_vocab = (load(name)[1] for name in DSPARK)
     drafts = (full, causal, bidirectional, full_vocab)
+    dflash = load("dflash")[1]
+    assert (dflash.config.sample_from_anchor, dflash.config.num_draft_slots) == (False, 5)
+    assert (dflash.markov_head, dflash.confidence_head, dflash.config.draft_vocab_size) == (None, None, 112)
     for draft in drafts:
         assert draft.config.target_layer_ids == [0, 1, 3]  # theirs count from the embedding output: 1, 2, 4
         assert (draft.config.block_size, draft.config.mask_token_id) == (5, 191)

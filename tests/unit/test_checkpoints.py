@@ -19,6 +19,8 @@ from tests.helpers import random_draft
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 DEEPSPEC, DFLASH = GOLDEN / "qwen3_gated" / "draft", GOLDEN / "qwen3_dflash" / "draft"
 SPECULATORS = GOLDEN / "speculators_dspark" / "sliding_causal" / "draft"
+GEMMA4, ZLAB = GOLDEN / "gemma4_vanilla" / "draft", GOLDEN / "zlab_dflash" / "draft"
+LAYOUTS = {"deepspec": DEEPSPEC, "speculators": SPECULATORS, "gemma4": GEMMA4, "zlab": ZLAB}
 
 
 def config_of(folder: Path) -> dict:
@@ -136,11 +138,10 @@ REFUSALS = [
     ({"dspark_block_size": 5, "architectures": ["DeepseekV4ForCausalLM"]}, NotImplementedError, "inside the target's"),
     ({"dspark_noise_token_id": 5}, NotImplementedError, "Serve it with vLLM or SGLang"),
     ({"speculators_model_type": "eagle3"}, NotImplementedError, "speculators draft of type 'eagle3'"),
-    ({"speculators_model_type": "dflash"}, NotImplementedError, "only 'dspark' is supported"),
-    ({"dflash_config": {}, "architectures": ["DFlashDraftModel"]}, NotImplementedError, "z-lab/SpecForge layout"),
-    ({"dflash_config": {}, "architectures": ["Qwen3DSparkModel"]}, NotImplementedError, "z-lab/SpecForge layout"),
-    ({"architectures": ["Gemma4DSparkModel"]}, NotImplementedError, "DeepSpec draft of class Gemma4DSparkModel"),
-    ({"architectures": ["Qwen3Eagle3Model"]}, NotImplementedError, "only Qwen3DSparkModel is supported"),
+    ({"speculators_model_type": "mtp"}, NotImplementedError, "only 'dspark' and 'dflash' are supported"),
+    ({"architectures": ["DeepseekV4DSparkModel"]}, NotImplementedError, "DeepSpec draft of class DeepseekV4DSpark"),
+    ({"architectures": ["Qwen3Eagle3Model"]}, NotImplementedError, "only Qwen3DSparkModel and Gemma4DSparkModel are"),
+    ({"architectures": ["DFlashDraftModel"]}, ValueError, "which several projects use"),
     ({"architectures": ["DSparkDraftModel"]}, ValueError, "which several projects use"),
     (
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
@@ -174,13 +175,13 @@ def test_hub_arguments_are_those_that_find_files():
 # Weights.
 
 
-@pytest.fixture(params=["own", "deepspec", "speculators"])
+@pytest.fixture(params=["own", "deepspec", "speculators", "gemma4", "zlab"])
 def folder(request, tmp_path):
     """A loadable draft in each layout, to be broken."""
     if request.param == "own":
         random_draft(draft_vocab_size=48).save_pretrained(tmp_path)
     else:
-        source = {"deepspec": DEEPSPEC, "speculators": SPECULATORS}[request.param]
+        source = LAYOUTS[request.param]
         shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     assert isinstance(DSparkDraftModel.from_pretrained(tmp_path), DSparkDraftModel)
     return tmp_path
@@ -199,15 +200,83 @@ def refused(folder: Path, message: str) -> None:
     assert str(folder) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["fc.weight", "layers.1.mlp.up_proj.weight", "markov_head.markov_w2.weight"])
+@pytest.mark.parametrize("name", ["fc.weight", "layers.1.mlp.up_proj.weight", "layers.0.self_attn.k_norm.weight"])
 def test_missing_tensor(folder, name):
     rewrite(folder, lambda tensors: tensors.pop(name))
     refused(folder, f"lacks tensors that its config asks for: {re.escape(name)}")
 
 
-def test_missing_bias_of_the_confidence_head(folder):
-    rewrite(folder, lambda tensors: tensors.pop("confidence_head.proj.bias"))
-    refused(folder, r"lacks tensors that its config asks for: confidence_head\.proj\.bias")
+@pytest.mark.parametrize("name", ["confidence_head.proj.bias", "markov_head.markov_w2.weight"])
+def test_tensor_of_a_head_missing_or_left_over(folder, name):
+    if name in load_file(folder / "model.safetensors"):
+        rewrite(folder, lambda tensors: tensors.pop(name))
+        refused(folder, f"lacks tensors that its config asks for: {re.escape(name)}")
+    else:  # DFlash has no heads
+        rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(1)}))
+        refused(folder, f"has tensors that its config does not account for: {re.escape(name)}")
+
+
+def test_missing_scalar_of_a_layer(tmp_path):
+    shutil.copytree(GEMMA4, tmp_path, dirs_exist_ok=True)
+    rewrite(tmp_path, lambda tensors: tensors.pop("layers.1.layer_scalar"))
+    refused(tmp_path, r"lacks tensors that its config asks for: layers\.1\.layer_scalar")
+
+
+def test_scalar_of_a_layer_that_is_not_finite(tmp_path):
+    shutil.copytree(GEMMA4, tmp_path, dirs_exist_ok=True)
+    rewrite(tmp_path, lambda tensors: tensors.update({"layers.1.layer_scalar": torch.tensor([float("nan")])}))
+    refused(tmp_path, r"holds NaN or infinity in layers\.1\.layer_scalar")
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+def test_copy_of_another_targets_tensor(tmp_path, name):
+    shutil.copytree(DEEPSPEC, tmp_path, dirs_exist_ok=True)
+    rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name][:-1].clone()}))
+    refused(tmp_path, rf"of other shapes than its config says: {re.escape(name)} is \(255, 64\), not \(256, 64\)")
+
+
+@pytest.mark.parametrize("change", ["another id", "another length"])
+def test_membership_mask_of_other_tokens(tmp_path, change):
+    shutil.copytree(SPECULATORS, tmp_path, dirs_exist_ok=True)
+
+    def spoil(tensors):
+        mask = tensors["t2d"].clone()
+        mask[[int(mask.nonzero()[0]), int((~mask).nonzero()[0])]] = torch.tensor([False, True])
+        tensors["t2d"] = mask if change == "another id" else tensors["t2d"][:-1].clone()
+
+    rewrite(tmp_path, spoil)
+    refused(tmp_path, "is another in `t2d` than in `d2t`")
+
+
+def test_head_of_a_reduced_vocabulary_without_its_config(tmp_path):
+    """The rows would be those of a whole LM head that is left out."""
+    shutil.copytree(SPECULATORS, tmp_path, dirs_exist_ok=True)
+    config = config_of(tmp_path) | {"draft_vocab_size": 192}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused(tmp_path, "has tensors (that its config does not account for: d2t|of other shapes)")
+
+
+def test_weights_in_several_files(tmp_path):
+    """Named by an index; each rule about stored copies holds there as well."""
+    shutil.copytree(DEEPSPEC, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    parts = {f"model-0000{i + 1}-of-00002.safetensors": sorted(tensors)[i::2] for i in range(2)}
+    for name, names in parts.items():
+        save_file({key: tensors[key] for key in names}, tmp_path / name, metadata={"format": "pt"})
+    weight_map = {key: name for name, names in parts.items() for key in names}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    loaded = DSparkDraftModel.from_pretrained(tmp_path)
+    assert all(torch.equal(loaded.state_dict()[name], tensors[name]) for name in loaded.state_dict())
+    assert len(loaded.embedding_sample) == 16
+    path = tmp_path / weight_map["embed_tokens.weight"]
+    part = load_file(path)
+    save_file(part | {"embed_tokens.weight": part["embed_tokens.weight"][1:].clone()}, path)
+    refused(tmp_path, "of other shapes than its config says: embed_tokens.weight")
+    path.unlink()
+    with pytest.raises(OSError, match=path.name):
+        DSparkDraftModel.from_pretrained(tmp_path)
 
 
 def test_unexpected_tensor(folder):
@@ -325,7 +394,7 @@ def test_membership_mask_is_left_out_but_the_head_of_a_reduced_vocabulary_is_not
     assert torch.equal(draft.lm_head.weight, load_file(SPECULATORS / "model.safetensors")["lm_head.weight"])
 
 
-@pytest.mark.parametrize("source", [DEEPSPEC, DFLASH, SPECULATORS])
+@pytest.mark.parametrize("source", [DEEPSPEC, DFLASH, *LAYOUTS.values()][1:])
 def test_every_other_tensor_is_loaded_as_it_is_and_can_be_saved_as_our_own(source, tmp_path):
     draft = DSparkDraftModel.from_pretrained(source)
     published, loaded = load_file(source / "model.safetensors"), draft.state_dict()
@@ -355,6 +424,13 @@ def test_rows_of_the_frozen_embedding_are_read():
 def test_a_checkpoint_without_embedding_has_no_sample(tmp_path):
     assert read_embedding_sample(SPECULATORS, {}) == {}
     assert read_embedding_sample(tmp_path, {}) == {}
+
+
+def test_rows_that_a_writer_left_unset_are_no_sample(tmp_path):
+    shutil.copytree(DEEPSPEC, tmp_path, dirs_exist_ok=True)
+    rewrite(tmp_path, lambda tensors: tensors["embed_tokens.weight"][:200].fill_(float("nan")))
+    assert list(read_embedding_sample(tmp_path, {})) == [208, 224, 240]
+    DSparkDraftModel.from_pretrained(tmp_path)  # the copy is not used
 
 
 def test_the_target_of_the_golden_data_is_recognised(monkeypatch):
