@@ -23,10 +23,10 @@ from .metrics import RoundRecord
 from .scheduling import prefix_survival
 
 
-MIN_ROUNDS = 50
+MIN_ROUNDS = 30
 NUM_BINS = 10
 # Steps of 2.3 %: finer than the rounds can tell apart.
-TEMPERATURE_GRID = tuple(10 ** (step / 100) for step in range(-100, 101))
+TEMPERATURE_GRID = tuple(round(10 ** (step / 100), 4) for step in range(-100, 101))
 # Weight of "leave it alone" in the search, and of the pooled rate in the prior; it fades as rounds come in.
 PRIOR_ROUNDS = 4.0
 # A confidence of 1.0 in fp32 still has a finite logit (13.8).
@@ -248,7 +248,7 @@ def fit_temperatures(
     rounds move a temperature little; of equals, the one closest to 1 is taken.
 
     Args:
-        observations (`ConfidenceObservations`): At least 50 rounds.
+        observations (`ConfidenceObservations`): At least 30 rounds.
         grid (`Sequence[float]`, *optional*): Temperatures to try; 201 from 0.1 to 10 by default, evenly in log T.
         num_bins (`int`, *optional*, defaults to 10): Bins of the ECE.
 
@@ -348,8 +348,8 @@ def expected_calibration_error(
 def noise_floor(probabilities: torch.Tensor, num_bins: int = NUM_BINS) -> float:
     """ECE to be expected where every prediction is exactly right: the bins' own sampling noise.
 
-    Each bin deviates like a normal variable of its variance, so this is for bins of more than a few rounds. An ECE near
-    this value is no evidence of miscalibration.
+    Each bin deviates like a normal variable of its variance, so this is for bins of more than a few rounds. An ECE
+    near this value is no evidence of miscalibration.
 
     Args:
         probabilities (`torch.Tensor` of shape `(N,)`): Predictions, in [0, 1].

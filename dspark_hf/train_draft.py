@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,13 @@ from .feature_cache import FeatureCache
 from .modeling_dspark import DSparkDraftModel
 from .prepare import template_hash
 from .training import DSparkTrainer, DSparkTrainingArguments
-from .warm_start import copy_target_head, start_from_bigrams, start_from_target_layers
+from .warm_start import (
+    copy_target_head,
+    reduce_vocabulary,
+    scale_final_norm,
+    start_from_bigrams,
+    start_from_target_layers,
+)
 
 
 logger = logging.get_logger("transformers.dspark_hf.train_draft")
@@ -73,6 +82,8 @@ class DraftArguments:
         bigram_start (`bool`, *optional*, defaults to `True`): Start the sequential head from bigrams of the answers.
         target_layer_start (`bool`, *optional*, defaults to `False`): Start the draft's layers from the target's last
             ones.
+        init_from (`str`, *optional*): Draft to go on with, Hub id or folder. Its shape is kept, whatever the arguments
+            above say; only `draft_vocab_size` still cuts a whole vocabulary down.
     """
 
     draft_num_layers: int = field(default=2, metadata={"help": "Draft layers."})
@@ -86,6 +97,7 @@ class DraftArguments:
     mask_token_id: int | None = field(default=None, metadata={"help": "An unused embedding row."})
     bigram_start: bool = field(default=True, metadata={"help": "Start the sequential head from bigrams."})
     target_layer_start: bool = field(default=False, metadata={"help": "Start the layers from the target's last ones."})
+    init_from: str | None = field(default=None, metadata={"help": "Draft to go on with, Hub id or folder."})
 
 
 def train_draft(
@@ -132,8 +144,27 @@ def train_draft(
     figures = trainer.evaluate()
     trainer.save_model()
     if trainer.is_world_process_zero():
-        Path(arguments.output_dir, "held_out.json").write_text(json.dumps(figures, indent=2))
+        path = Path(arguments.output_dir, "held_out.json")
+        path.with_suffix(".tmp").write_text(json.dumps(figures, indent=2))
+        os.replace(path.with_suffix(".tmp"), path)
     return draft, figures
+
+
+@contextlib.contextmanager
+def own_process_group() -> Iterator[None]:
+    """Destroy the process group at the end, if it was made inside; one that the caller made is the caller's.
+
+    The training arguments make it under a launcher. Left alone, its threads can abort a process that exits. After an
+    error it is left alone, since the other processes may wait in it for ever.
+
+    Returns:
+        Context manager.
+    """
+    distributed = torch.distributed
+    made_before = distributed.is_available() and distributed.is_initialized()
+    yield
+    if distributed.is_available() and distributed.is_initialized() and not made_before:
+        distributed.destroy_process_group()
 
 
 def read_sequences(
@@ -179,7 +210,12 @@ def new_draft(
 
     Returns:
         [`DSparkDraftModel`], fp32, on the CPU.
+
+    Raises:
+        ValueError: If `init_from` does not fit the target, or has a reduced vocabulary of another size.
     """
+    if arguments.init_from is not None:
+        return _earlier_draft(target, tokenizer, sequences, arguments)
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     mask_token_id = arguments.mask_token_id
     if mask_token_id is None:
@@ -198,16 +234,46 @@ def new_draft(
     )
     draft = DSparkDraftModel(config)
     if config.draft_vocab_size is not None:
-        end_tokens = [i for i in [tokenizer.eos_token_id] if i is not None]
-        kept_ids, coverage = choose_vocabulary(sequences, config.draft_vocab_size, end_tokens)
-        logger.warning(f"The reduced vocabulary of {len(kept_ids)} tokens covers {coverage:.2%} of the answers.")
-        copy_target_head(draft, target, kept_ids)
+        copy_target_head(draft, target, _kept_ids(tokenizer, sequences, config.draft_vocab_size))
         draft.lm_head.requires_grad_(arguments.train_lm_head)
     if arguments.target_layer_start:
         start_from_target_layers(draft, target)
+    else:
+        scale_final_norm(draft, target)
     if arguments.bigram_start and config.markov_rank:
         start_from_bigrams(draft, sequences)
     return draft
+
+
+def _earlier_draft(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: list[TrainingSequence],
+    arguments: DraftArguments,
+) -> DSparkDraftModel:
+    draft = DSparkDraftModel.from_pretrained(arguments.init_from, dtype=torch.float32)
+    draft.bind_target(target)  # refuses another target's draft
+    wanted, found = arguments.draft_vocab_size, draft.config.draft_vocab_size
+    if wanted is not None and found is None:
+        draft = reduce_vocabulary(draft, target, _kept_ids(tokenizer, sequences, wanted))
+    elif wanted is not None and wanted != found:
+        raise ValueError(
+            f"`draft_vocab_size` must be that of `init_from`, {found}, or unset, got {wanted}: a reduced vocabulary "
+            "is not changed again."
+        )
+    if draft.lm_head is not None:
+        draft.lm_head.requires_grad_(arguments.train_lm_head)
+    # Measured on the earlier draft, and no longer true of this one.
+    for name in ("confidence_temperatures", "acceptance_prior", "calibration_info"):
+        setattr(draft.config, name, None)
+    return draft
+
+
+def _kept_ids(tokenizer: PreTrainedTokenizerBase, sequences: list[TrainingSequence], size: int) -> list[int]:
+    end_tokens = [i for i in [tokenizer.eos_token_id] if i is not None]
+    kept_ids, coverage = choose_vocabulary(sequences, size, end_tokens)
+    logger.warning(f"The reduced vocabulary of {len(kept_ids)} tokens covers {coverage:.2%} of the answers.")
+    return kept_ids
 
 
 def _training_info(
@@ -224,6 +290,7 @@ def _training_info(
         "data_files": [Path(path).name for path in data_arguments.data],
         "bigram_start": draft_arguments.bigram_start,
         "target_layer_start": draft_arguments.target_layer_start,
+        "init_from": Path(draft_arguments.init_from).name if draft_arguments.init_from is not None else None,
         "versions": {
             "dspark_hf": __version__,
             "transformers": transformers.__version__,
@@ -275,7 +342,8 @@ def _check_same_run(checkpoint: Path, config: DSparkConfig) -> None:
 def _identity(config: DSparkConfig) -> dict[str, Any]:
     """What must not change between a run and its continuation: the draft, and the data it is trained on."""
     info = config.training_info or {}
-    names = [name for name in DSparkConfig.__annotations__ if name != "training_info"]
+    learned = ("training_info", "confidence_temperatures", "acceptance_prior", "calibration_info")
+    names = [name for name in DSparkConfig.__annotations__ if name not in learned]
     data = ("chat_template_sha256", "enable_thinking", "num_sequences", "num_answer_tokens")
     target = {"target_name_or_path": Path(config.target_name_or_path or "").name}  # a target may be moved
     return {name: getattr(config, name) for name in names} | target | {name: info.get(name) for name in data}

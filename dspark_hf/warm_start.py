@@ -12,6 +12,9 @@ from .data import TrainingSequence
 from .modeling_dspark import DSparkDraftModel
 
 
+NUM_PROBES = 64
+
+
 @torch.no_grad()
 def copy_target_head(draft: DSparkDraftModel, target: PreTrainedModel, kept_ids: Sequence[int]) -> None:
     """Give a draft with a reduced vocabulary its map, and the target's LM-head rows of it.
@@ -25,6 +28,40 @@ def copy_target_head(draft: DSparkDraftModel, target: PreTrainedModel, kept_ids:
     draft.d2t.copy_(ids - torch.arange(len(kept_ids), device=ids.device))
     rows = target.get_output_embeddings().weight[ids.to(target.device)]
     draft.lm_head.weight.copy_(rows.to(draft.lm_head.weight))
+
+
+@torch.no_grad()
+def reduce_vocabulary(draft: DSparkDraftModel, target: PreTrainedModel, kept_ids: Sequence[int]) -> DSparkDraftModel:
+    """A draft over some of the tokens, equal to another one over all of them otherwise.
+
+    Its logits are those of the other draft at the kept tokens, so q is what is left there, normalised.
+
+    Args:
+        draft (`DSparkDraftModel`): Over the target's whole vocabulary; not changed.
+        target (`PreTrainedModel`): The target, whose LM head it uses.
+        kept_ids (`Sequence[int]`): Ascending target ids.
+
+    Returns:
+        [`DSparkDraftModel`]
+
+    Raises:
+        ValueError: If the draft's vocabulary is a reduced one already.
+    """
+    if draft.config.draft_vocab_size is not None:
+        raise ValueError(
+            f"Only a draft over its target's whole vocabulary can be reduced, got one over "
+            f"{draft.config.draft_vocab_size} tokens."
+        )
+    config = type(draft.config).from_dict(draft.config.to_dict() | {"draft_vocab_size": len(kept_ids)})
+    reduced = type(draft)(config).to(draft.device, draft.dtype)
+    copy_target_head(reduced, target, kept_ids)
+    tensors = draft.state_dict()
+    if draft.markov_head is not None:
+        tensors["markov_head.markov_w2.weight"] = draft.markov_head.markov_w2.weight[list(kept_ids)]
+    own = {name: reduced.state_dict()[name] for name in ("d2t", "lm_head.weight")}
+    reduced.load_state_dict(tensors | own)
+    reduced.name_or_path = draft.name_or_path
+    return reduced.train(draft.training)
 
 
 @torch.no_grad()
@@ -74,6 +111,28 @@ def start_from_bigrams(
     head.markov_w2.weight.zero_()
     head.markov_w2.weight[:, : s.shape[0]] = (v * s.sqrt()).to(head.markov_w2.weight)
     return float(s.pow(2).sum() / values.pow(2).sum())
+
+
+@torch.no_grad()
+def scale_final_norm(draft: DSparkDraftModel, target: PreTrainedModel) -> float:
+    """Set the weights of the draft's final norm to the constant that gives base logits of standard deviation 1.
+
+    At 1, hidden states have norm sqrt(d): far too long for an LM head that is made for another norm's weights, and a
+    fresh draft is confidently wrong. The deviation is over the vocabulary, for hidden states of random direction.
+
+    Args:
+        draft (`DSparkDraftModel`): Changed in place.
+        target (`PreTrainedModel`): The target, whose LM head turns hidden states into logits.
+
+    Returns:
+        `float`: The constant.
+    """
+    probes = torch.randn(NUM_PROBES, draft.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    probes = probes / probes.square().mean(dim=-1, keepdim=True).sqrt()
+    logits = draft.base_logits(probes.to(draft.norm.weight), draft.bind_target(target))
+    constant = 1 / logits.float().var(dim=-1).mean().sqrt().item()
+    draft.norm.weight.fill_(constant)
+    return constant
 
 
 @torch.no_grad()

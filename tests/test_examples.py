@@ -20,6 +20,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What each script must print besides the accepted length, as a regular expression.
 EXPECTED = {
     "acceptance.py": r"(?m)^   0 +\d+ +[01]\.\d\d +[01]\.\d\d$",
+    "calibrate.py": r"(?m)^   0 +\d+\.\d\d +\d\.\d{3} +\d\.\d{3}",
     "chat.py": r"user: Name three fruits\.\nassistant: .+(?s:.*)\[[1-9]\d* of \d+ prompt tokens cached",
     "generate.py": r"--- plain, 12 tokens in(?s:.*)--- with the draft, 12 tokens in(?s:.*)same text: (yes|no)",
     "own_pair.py": r"draft: 5 slots, reads target layers \[1, 8, 15, 22, 28\]",
@@ -29,7 +30,11 @@ EXPECTED = {
     "streaming.py": r"\w+(?s:.*)\n---\n",
     "train_tiny.py": r"8 answers written(?s:.*)held-out answers: \d\.\d\d tokens per round(?s:.*)\n---\n",
 }
-SHORT = {"round_times.py": ["--repeats", "3"], "train_tiny.py": ["--num-answers", "8", "--max-steps", "3"]}
+SHORT = {
+    "calibrate.py": ["--num-answers", "5"],
+    "round_times.py": ["--repeats", "3"],
+    "train_tiny.py": ["--num-answers", "8", "--max-steps", "3"],
+}
 
 
 def run(script, arguments):

@@ -10,6 +10,7 @@ import transformers
 import typer
 
 from .._version import __version__
+from .calibrating import calibrate_command
 from .drafts import prepare, train
 from .generating import compare_command, generate_command
 from .tuning import convert_command, profile_command
@@ -27,6 +28,7 @@ app.command(
     epilog="Further options are those of transformers' TrainingArguments, for example --output_dir, "
     "--num_train_epochs, --per_device_train_batch_size, --bf16.",
 )(train)
+app.command("calibrate")(calibrate_command)
 app.command("profile")(profile_command)
 app.command("convert")(convert_command)
 

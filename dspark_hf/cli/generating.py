@@ -19,7 +19,6 @@ from transformers import TextStreamer
 from .._version import __version__
 from ..comparison import ComparisonSummary, PromptComparison, compare, encode_prompt, summarize
 from ..metrics import collect_rounds
-from ..prompts import BUILTIN_PROMPTS, Prompt, read_prompts
 from .options import (
     Device,
     Draft,
@@ -33,6 +32,7 @@ from .options import (
     Temperature,
     Threshold,
     TopP,
+    choose_prompts,
     console,
     errors,
     errors_in_words,
@@ -67,7 +67,7 @@ def compare_command(
 ) -> None:
     """Plain generation against DSpark: speed, accepted length, and whether the texts are the same."""
     with errors_in_words():
-        chosen = _choose_prompts(text, prompts)
+        chosen = choose_prompts(text, prompts)
         status = errors if json_output else console
         with status.status("Loading the models (the default target is fetched and converted once)..."):
             model, draft_model, tokenizer = load_pair(target, draft, dtype, device)
@@ -133,14 +133,6 @@ def generate_command(
             "tokens verified per token[/]",
             highlight=False,
         )
-
-
-def _choose_prompts(text: list[str] | None, path: Path | None) -> list[Prompt]:
-    if text and path is not None:
-        raise ValueError("Prompts come from the command line or from `--prompts`, got both. Leave one away.")
-    if text:
-        return [Prompt("yours", prompt) for prompt in text]
-    return read_prompts(path) if path is not None else list(BUILTIN_PROMPTS)
 
 
 def _summaries(results: list[PromptComparison]) -> list[ComparisonSummary]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..default_pair import ensure_default_target, load_default_pair
 from ..modeling_dspark import DSparkDraftModel
+from ..prompts import BUILTIN_PROMPTS, Prompt, read_prompts
 
 
 console = Console()
@@ -120,3 +122,12 @@ def sampling_arguments(temperature: float, top_p: float) -> dict[str, Any]:
     if temperature == 0:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+
+
+def choose_prompts(text: list[str] | None, path: Path | None) -> list[Prompt]:
+    """Prompts of the command line or of a file; the built-in ones where there are neither."""
+    if text and path is not None:
+        raise ValueError("Prompts come from the command line or from `--prompts`, got both. Leave one away.")
+    if text:
+        return [Prompt("yours", prompt) for prompt in text]
+    return read_prompts(path) if path is not None else list(BUILTIN_PROMPTS)

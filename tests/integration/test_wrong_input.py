@@ -15,6 +15,7 @@ from transformers import (
 from transformers.cache_utils import Cache, DynamicLayer
 
 import dspark_hf
+from dspark_hf.scheduling import ThresholdScheduler
 from tests.helpers import random_draft, random_prompt, tiny_config, tiny_target
 from tests.integration.support import (
     STATIC_CACHE_CAN_CROP,
@@ -193,7 +194,7 @@ def test_stop_strings_without_a_tokenizer(target, draft):
 
 
 def test_our_criterion_as_a_stopping_criterion(target, draft):
-    criteria = StoppingCriteriaList([dspark_hf.AdaptiveConfidenceCriteria(threshold=0.5)])
+    criteria = StoppingCriteriaList([dspark_hf.AdaptiveConfidenceCriteria(ThresholdScheduler(0.5), num_slots=4)])
     message = refused(
         target,
         draft,
