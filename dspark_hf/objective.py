@@ -233,8 +233,8 @@ class _GradientAhead(torch.autograd.Function):
     def forward(ctx, objective, columns, rows, weights, *inputs):
         needs_gradient = any(ctx.needs_input_grad)
         grads = [torch.zeros_like(x) for x in inputs] if needs_gradient else []
-        zero = columns["weights"].new_zeros(())
-        scalars, rates, ratios = [zero] * 5, [columns["weights"][:0]], [columns["weights"][:0]]
+        scalars = [columns["weights"].new_zeros(()) for _ in range(5)]  # five tensors: only the first has a gradient
+        rates, ratios = [columns["weights"][:0]], [columns["weights"][:0]]
         for begin in range(0, columns["labels"].shape[0], objective.chunk_size):
             part = slice(begin, begin + objective.chunk_size)
             chunk = {name: column[part] if column is not None else None for name, column in columns.items()}

@@ -225,6 +225,7 @@ def write_answers(
     num_rows: int = 64,
     max_prompt_tokens: int = 512,
     on_row: Callable[[dict[str, Any]], None] | None = None,
+    on_skip: Callable[[], None] | None = None,
 ) -> int:
     """Let the target answer prompts, many at once on this machine.
 
@@ -237,13 +238,16 @@ def write_answers(
         num_rows (`int`, *optional*, defaults to 64): Answers written at once.
         max_prompt_tokens (`int`, *optional*, defaults to 512): Longer prompts are left out, with a warning.
         on_row (`Callable`, *optional*): Called with each finished row.
+        on_skip (`Callable`, *optional*): Called for each prompt that gets no row: answered, repeated or too long.
 
     Returns:
         `int`: Rows added.
 
     Raises:
-        ValueError: If `output` was made with other settings.
+        ValueError: If `output` was made with other settings, or `max_prompt_tokens` is below 1.
     """
+    if max_prompt_tokens < 1:
+        raise ValueError(f"`max_prompt_tokens` must be >= 1, got {max_prompt_tokens}.")
     file = DataFile(output, settings)
     engine = RowGenerator(target, settings.sampling, _end_tokens(target, tokenizer), num_rows)
     seen, num_too_long = set(file.keys), 0
@@ -251,14 +255,15 @@ def write_answers(
     def requests() -> Iterator[RowRequest]:
         nonlocal num_too_long
         for prompt in prompts:
-            if prompt.key in seen:
-                continue
-            seen.add(prompt.key)
-            ids = encode_messages(tokenizer, prompt.messages, settings.enable_thinking)
-            if len(ids) <= max_prompt_tokens:
-                yield RowRequest((prompt, ids), ids)
-            else:
+            if prompt.key not in seen:
+                seen.add(prompt.key)
+                ids = encode_messages(tokenizer, prompt.messages, settings.enable_thinking)
+                if len(ids) <= max_prompt_tokens:
+                    yield RowRequest((prompt, ids), ids)
+                    continue
                 num_too_long += 1
+            if on_skip is not None:
+                on_skip()
 
     added = 0
     for answer in engine.run(requests()):
@@ -284,6 +289,7 @@ def write_self_prompts(
     starts: Sequence[str] = ("",),
     num_rows: int = 64,
     on_row: Callable[[dict[str, Any]], None] | None = None,
+    on_skip: Callable[[], None] | None = None,
 ) -> int:
     """Let an instruct target write prompts: it continues the header of a user's turn, to the end of that turn.
 
@@ -296,6 +302,7 @@ def write_self_prompts(
         starts (`Sequence[str]`, *optional*): Words that turns begin with, in turn, to steer their kind.
         num_rows (`int`, *optional*, defaults to 64): Prompts written at once.
         on_row (`Callable`, *optional*): Called with each finished row.
+        on_skip (`Callable`, *optional*): Called for each of the rows wanted that `output` has.
 
     Returns:
         `int`: Rows added; fewer than wanted where the target keeps repeating itself.
@@ -308,6 +315,9 @@ def write_self_prompts(
     engine = RowGenerator(target, sampling, end_tokens, num_rows)
     encoded = {start: tuple(tokenizer(header + start, add_special_tokens=False)["input_ids"]) for start in starts}
     wanted, added = num_prompts - len(file.keys), 0
+    if on_skip is not None:
+        for _ in range(min(num_prompts, len(file.keys))):
+            on_skip()
 
     def requests() -> Iterator[RowRequest]:
         attempts = 0
@@ -343,6 +353,7 @@ def write_answers_from_server(
     retries: int = 5,
     api_key: str | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
+    on_skip: Callable[[], None] | None = None,
 ) -> int:
     """Let a served target answer prompts, through any OpenAI-compatible server (vLLM, SGLang, ...).
 
@@ -358,6 +369,7 @@ def write_answers_from_server(
         retries (`int`, *optional*, defaults to 5): Further tries after a failure, with growing pauses.
         api_key (`str`, *optional*): Sent as a bearer token.
         on_row (`Callable`, *optional*): Called with each finished row.
+        on_skip (`Callable`, *optional*): Called for each prompt that gets no row: answered or repeated.
 
     Returns:
         `int`: Rows added.
@@ -367,8 +379,13 @@ def write_answers_from_server(
         ValueError: If `output` was made with other settings.
     """
     file = DataFile(output, settings)
-    waiting = list({p.key: p for p in prompts if p.key not in file.keys}.values())
-    added = 0
+    seen, waiting, added = set(file.keys), [], 0
+    for prompt in prompts:
+        if prompt.key not in seen:
+            seen.add(prompt.key)
+            waiting.append(prompt)
+        elif on_skip is not None:
+            on_skip()
 
     def ask(prompt: PromptRow) -> dict[str, Any]:
         choice = _post(f"{url.rstrip('/')}/chat/completions", _body(model, prompt, settings), api_key, retries)

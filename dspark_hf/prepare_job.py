@@ -42,6 +42,8 @@ class PrepareJob:
         enable_thinking (`bool`, *optional*): The chat template's thinking switch.
         num_rows (`int`): Answers written at once on this machine.
         limit (`int`, *optional*): Most prompts to answer.
+        max_prompt_tokens (`int`, *optional*, defaults to 512):
+            Longer prompts are left out on this machine; a server has limits of its own.
     """
 
     output: Path
@@ -53,6 +55,7 @@ class PrepareJob:
     enable_thinking: bool | None
     num_rows: int
     limit: int | None
+    max_prompt_tokens: int = 512
 
     def run_here(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, progress: Progress) -> int:
         """Answer on this machine.
@@ -80,7 +83,9 @@ class PrepareJob:
             self.output,
             self._settings(target.config.name_or_path, tokenizer),
             self.num_rows,
+            self.max_prompt_tokens,
             on_row=lambda _: progress.advance(task),
+            on_skip=lambda: progress.advance(task),
         )
 
     def run_at_server(self, url: str, model: str, concurrency: int, progress: Progress) -> int:
@@ -105,7 +110,14 @@ class PrepareJob:
         task = progress.add_task("Answers", total=len(prompts))
         settings = PrepareSettings(model, self.sampling, self.enable_thinking)
         return write_answers_from_server(
-            url, model, prompts, self.output, settings, concurrency, on_row=lambda _: progress.advance(task)
+            url,
+            model,
+            prompts,
+            self.output,
+            settings,
+            concurrency,
+            on_row=lambda _: progress.advance(task),
+            on_skip=lambda: progress.advance(task),
         )
 
     def _settings(self, name: str, tokenizer: PreTrainedTokenizerBase) -> PrepareSettings:
@@ -138,6 +150,7 @@ class PrepareJob:
             self.self_prompt_starts,
             self.num_rows,
             on_row=lambda _: progress.advance(task),
+            on_skip=lambda: progress.advance(task),
         )
         return [_prompt_row(place, row, "self") for place, row in read_rows([path])]
 

@@ -90,8 +90,7 @@ def test_every_option_that_is_named_exists(text):
 
 
 def test_facts_in_the_text():
-    assert write_answers.__defaults__[1] == 512  # longest prompt
-    assert "512 tokens are left out" in " ".join(PAGE.split())
+    assert write_answers.__defaults__[1] == prepare_options()["--max-prompt-tokens"].default  # longest prompt
     assert "30 kB a token" in " ".join(PAGE.split())
     assert (5 + 1) * 2560 * 2 // 1024 == 30
 

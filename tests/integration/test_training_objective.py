@@ -45,11 +45,15 @@ def draft_of(**overrides) -> DSparkDraftModel:
     return DSparkDraftModel(tiny_config(**(sizes | fields | overrides)))
 
 
-def evaluate(draft, q=Q, p=P, chunk_size=1024, keep=(True, True, True), decay=math.inf):
+def evaluate(draft, **settings):
+    return whole_evaluation(draft, **settings)[1:]
+
+
+def whole_evaluation(draft, q=Q, p=P, chunk_size=1024, keep=(True, True, True), decay=math.inf):
     blocks = label_blocks(TEXT, ANSWER, torch.tensor([[1, 3, 4]]), torch.tensor([keep]), 2)
     hidden = q.log().expand(1, 3, 2, 4).clone().requires_grad_()
     features = TargetFeatures(torch.zeros(1, 6, 4), p.log().expand(1, 6, 4))
-    return BlockObjective(draft, BINDING, decay, chunk_size)(hidden, TEXT, features, blocks)[1:]
+    return BlockObjective(draft, BINDING, decay, chunk_size)(hidden, TEXT, features, blocks)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 1024])
@@ -119,9 +123,11 @@ def test_reduced_vocabulary_by_hand():
 
 
 def test_no_block_at_all():
-    sums, slots = evaluate(draft_of(), keep=(False, False, False))
+    total, sums, slots = whole_evaluation(draft_of(), keep=(False, False, False))
     assert [value.item() for value in vars(sums).values()] == [0, 0, 0, 0]
     assert slots.num_blocks.item() == slots.accepted_length.item() == 0
+    assert total.item() == 0
+    total.backward()  # a process without a block takes part in the step all the same
 
 
 # With a real target

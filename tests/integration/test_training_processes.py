@@ -3,7 +3,7 @@
 
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -122,13 +122,63 @@ torch.distributed.destroy_process_group()
 """
 
 
+# The command makes a process group of its own, then runs in one of ours; what it leaves is said on standard output.
+COMMAND_WORKER = """
+import os
+import sys
+import torch
+from dspark_hf.cli import app
+
+torch.set_num_threads(1)
+app(sys.argv[2:], standalone_mode=False)
+print("group after the first run:", torch.distributed.is_initialized(), flush=True)
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=size)
+app([*sys.argv[2:], "--output_dir", sys.argv[1] + "/again"], standalone_mode=False)
+print("group after the second run:", torch.distributed.is_initialized(), flush=True)
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
+
+
 def prepare_folder(folder):
     for name in RUNS:
         (folder / name).mkdir(parents=True)
+    write_answers(folder / "from_data" / "answers.jsonl")
+
+
+def write_answers(path):
     sequences = greedy_sequences(target_without_mask(), NUM_TRAIN, shortest=10, step=2)
     # 8 rows to train on: accelerate fills up the last training batch of an epoch with rows from the start.
     rows = [{"prompt_ids": q.input_ids[:5], "answer_ids": q.input_ids[5:]} for q in sequences[:11]]
-    (folder / "from_data" / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def launch(folder, worker, *arguments):
+    """Two processes, over gloo; what they wrote."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("needs a torch with gloo")
+    script = folder / "worker.py"
+    script.write_text(worker)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    log = folder / "log.txt"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*command, str(folder), *map(str, arguments)],
+            cwd=ROOT,
+            env=environment,
+            stdout=file,
+            stderr=file,
+        )
+        try:
+            code = process.wait(TIME_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # which ends the workers, too: they have sessions of their own
+            process.wait(60)
+            pytest.fail(f"still running after {TIME_LIMIT_S} s\n" + log.read_text()[-3000:])
+    assert code == 0, log.read_text()[-5000:]
+    return log.read_text()
 
 
 @pytest.fixture(scope="module")
@@ -143,26 +193,9 @@ def one(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """Two processes, 2 rows each, over gloo."""
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("needs a torch with gloo")
     folder = tmp_path_factory.mktemp("two")
     prepare_folder(folder)
-    script = folder / "worker.py"
-    script.write_text(WORKER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    log = folder / "log.txt"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*command, str(folder)], cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
-        )
-        try:
-            code = process.wait(TIME_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            pytest.fail(f"still running after {TIME_LIMIT_S} s\n" + log.read_text()[-3000:])
-    assert code == 0, log.read_text()[-5000:]
+    launch(folder, WORKER)
     return folder
 
 
@@ -219,3 +252,22 @@ def test_step_in_which_nobody_has_an_anchor(tmp_path):
     found = run_idle(tmp_path, target, sequences, 4, idle=(0, 1, 2, 3))
     assert found["losses"] == [0, 0, 0]
     assert all(torch.isfinite(value).all() for value in load_file(tmp_path / "model.safetensors").values())
+
+
+def test_command_prints_once_and_leaves_no_group_of_its_own(tmp_path):
+    target = tmp_path / "target"
+    target_without_mask().save_pretrained(target)
+    word_tokenizer().save_pretrained(target)
+    write_answers(tmp_path / "answers.jsonl")
+    draft = [text for name, value in DRAFT.items() for text in (f"--{name}", value)]
+    options = ["--max_steps", 1, "--num_anchors", 6, "--save_strategy", "no", "--report_to", "none", "--use_cpu"]
+    output = launch(
+        *(tmp_path, COMMAND_WORKER, "train", "--target", target, "--data", tmp_path / "answers.jsonl"),
+        *("--held_out", 0.27, "--disable_tqdm", "true", "--output_dir", tmp_path / "run", *draft, *options),
+    )
+    assert len(re.findall(r'(?m)^  "eval_loss": ', output)) == 2  # once a run, not once a process
+    assert output.count("group after the first run: False\n") == 2
+    assert output.count("group after the second run: True\n") == 2
+    for name in ("run", "again"):
+        figures = json.loads((tmp_path / name / "held_out.json").read_text())
+        assert figures["eval_accepted_length"] >= 1

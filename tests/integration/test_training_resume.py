@@ -279,7 +279,7 @@ def test_warm_starts_are_options(data, target, start):
         drafts.append(new_draft(target, word_tokenizer(), train, arguments))
     plain, warm = (dict(draft.named_parameters()) for draft in drafts)
     changed = {name.split(".")[0] for name in plain if not torch.equal(plain[name], warm[name])}
-    assert changed == ({"markov_head"} if start == "bigram_start" else {"layers", "fc"})  # norms are 1 in both
+    assert changed == ({"markov_head"} if start == "bigram_start" else {"layers", "fc", "norm"})
 
 
 def test_dflash_is_two_settings(tmp_path, data, target):

@@ -417,6 +417,18 @@ def test_answers_of_a_server(tmp_path):
         assert "answer_ids" not in row
 
 
+def test_a_server_is_asked_once_and_told_of_the_rest(tmp_path):
+    """Two of four prompts have an answer already, one comes twice."""
+    path, skipped = tmp_path / "answers.jsonl", []
+    with serving(good) as server:
+        assert ask(server, path, PROMPTS[:2]) == 2
+        again = [*PROMPTS[:4], PROMPTS[3]]
+        assert ask(server, path, again, concurrency=2, on_skip=lambda: skipped.append(1)) == 2
+    assert len(server.seen) == 4
+    assert [row["key"] for row in read(path)] == [asked.key for asked in PROMPTS[:4]]
+    assert len(skipped) == 3
+
+
 def test_what_a_server_is_asked(tmp_path):
     sampling = SamplingSettings(33, 0.7, 20, 0.8, seed=5)
     with serving(good) as server:

@@ -170,6 +170,40 @@ def test_progress_counts_answers(tmp_path, target):
     ]
 
 
+def progress_of(job, target):
+    progress = Progress(disable=True)
+    added = run(job, target, progress)
+    return added, {task.description: (task.completed, task.total) for task in progress.tasks}
+
+
+def test_progress_is_full_where_an_earlier_run_did_a_part(tmp_path, target):
+    """Five prompts, one of them twice and one too long: the second run has two left to answer."""
+    file = write(
+        tmp_path / "p.jsonl", *({"prompt": words(*ids)} for ids in ((10,), (11,), (12,), (10,), (13, 14, 15)))
+    )
+    prompts = {"prompt_files": (file,), "max_prompt_tokens": 7}
+    assert progress_of(job(tmp_path, limit=1, **prompts), target) == (1, {"Answers": (1, 1)})
+    assert progress_of(job(tmp_path, **prompts), target) == (2, {"Answers": (5, 5)})
+    assert progress_of(job(tmp_path, **prompts), target) == (0, {"Answers": (5, 5)})
+    assert {question for question, _ in answered(tmp_path)} == {"w10", "w11", "w12"}
+
+
+def test_progress_counts_the_prompts_that_were_there(tmp_path, target):
+    run(job(tmp_path, num_self_prompts=2), target)
+    found = progress_of(job(tmp_path, num_self_prompts=3), target)
+    assert found == (1, {"Prompts": (3, 3), "Answers": (3, 3)})
+    assert progress_of(job(tmp_path, num_self_prompts=1), target) == (0, {"Prompts": (1, 1), "Answers": (3, 3)})
+
+
+def test_longest_prompt(tmp_path, target):
+    """The template adds five tokens to a prompt."""
+    file = write(tmp_path / "p.jsonl", *({"prompt": words(*range(10, 10 + count))} for count in (1, 2, 3)))
+    assert run(job(tmp_path, prompt_files=(file,), max_prompt_tokens=7), target) == 2
+    assert answered(tmp_path) == {("w10", "p"), ("w10 w11", "p")}
+    with pytest.raises(ValueError, match="`max_prompt_tokens` must be >= 1, got 0"):
+        run(job(tmp_path, prompt_files=(file,), max_prompt_tokens=0), target)
+
+
 def test_server_gets_the_prompts_and_the_settings(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(prepare_job, "write_answers_from_server", lambda *args, **kwargs: calls.append(args) or 2)

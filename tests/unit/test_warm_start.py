@@ -8,7 +8,12 @@ import torch
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.data import TrainingSequence
-from dspark_hf.warm_start import copy_target_head, start_from_bigrams, start_from_target_layers
+from dspark_hf.warm_start import (
+    copy_target_head,
+    scale_final_norm,
+    start_from_bigrams,
+    start_from_target_layers,
+)
 from tests.helpers import HIDDEN_SIZE, VOCAB_SIZE, random_draft, tiny_config, tiny_target
 
 
@@ -98,6 +103,30 @@ def test_reduced_head_is_rows_of_the_target():
     assert torch.equal(draft.lm_head.weight, target.lm_head.weight[[0, 5, 6, 96]])
     binding, hidden = draft.bind_target(target), torch.randn(2, HIDDEN_SIZE)
     torch.testing.assert_close(draft.base_logits(hidden, binding), binding.logits(hidden)[:, [0, 5, 6, 96]])
+
+
+@pytest.mark.parametrize("factor", [1, 5])
+def test_final_norm_gives_base_logits_of_deviation_one(factor):
+    """For hidden states of rms 1 the variance over the vocabulary is the LM head's, summed over its columns."""
+    target, draft = tiny_target(), random_draft()
+    target.lm_head.weight.data.mul_(factor)
+    state = torch.get_rng_state()
+    constant = scale_final_norm(draft, target)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert constant == pytest.approx(1 / target.lm_head.weight.var(dim=0).sum().sqrt().item(), rel=0.05)
+    assert torch.equal(draft.norm.weight, torch.full((HIDDEN_SIZE,), constant))
+    hidden = draft.norm(torch.randn(500, HIDDEN_SIZE, generator=torch.Generator().manual_seed(1)))
+    logits = draft.base_logits(hidden, draft.bind_target(target))
+    assert logits.std(dim=-1).mean().item() == pytest.approx(1, rel=0.05)
+
+
+def test_final_norm_for_a_reduced_vocabulary():
+    """Its own rows count, here two opposite ones: their logits lie 2 |row . hidden| apart."""
+    target, draft = tiny_target(), DSparkDraftModel(tiny_config(draft_vocab_size=2))
+    with torch.no_grad():
+        draft.lm_head.weight.copy_(torch.tensor([[3.0], [-3.0]]).expand(2, HIDDEN_SIZE))
+    expected = 1 / (18 * HIDDEN_SIZE) ** 0.5  # the variance of x and -x is 2 x ^ 2
+    assert scale_final_norm(draft, target) == pytest.approx(expected, rel=0.2)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
