@@ -337,5 +337,5 @@ def _warn_if_hopeless(draft: DSparkDraftModel, stats: AcceptanceStats) -> None:
         logger.warning_once(
             "The DSpark draft is almost never accepted; the text is right, but nothing is gained. Likely causes: a "
             "draft made for another target or another chat template or thinking mode, or a checkpoint whose layer "
-            "ids or slot convention were written differently."
+            "ids or slot convention were written differently. `dspark-hf doctor` looks for the reason."
         )

@@ -136,8 +136,10 @@ class DraftingGate:
     drafted now and then to see whether it does again, each time after twice as long a wait.
     """
 
-    DECAY = 0.9
-    PRIOR_ROUNDS = 3.0
+    # Long enough for chance not to close it: a round brings 1 token more or less than its mean, drafting a quarter.
+    DECAY = 0.97
+    PRIOR_ROUNDS = 8.0
+    TOLERANCE = 0.97  # a loss that is too small to be told from the machine's noise is no reason to stop
     FIRST_WAIT, LONGEST_WAIT = 8, 64
 
     def __init__(self) -> None:
@@ -178,7 +180,8 @@ class DraftingGate:
     def _pays(self, outlook: RoundOutlook) -> bool:
         tokens, seconds = best_fixed_length(outlook)
         tokens = self._tokens + self.PRIOR_ROUNDS * tokens
-        return tokens > self._seconds + self.PRIOR_ROUNDS * seconds / outlook.curve.plain_s
+        steps = self._seconds + self.PRIOR_ROUNDS * seconds / outlook.curve.plain_s
+        return tokens > self.TOLERANCE * steps
 
 
 def best_fixed_length(outlook: RoundOutlook) -> tuple[float, float]:

@@ -126,7 +126,9 @@ def train_draft(
     _check_token_ids([*train, *held_out], target.config.get_text_config(decoder=True).vocab_size)
     set_seed(arguments.seed)
     draft = new_draft(target, tokenizer, train, draft_arguments)
-    draft.config.training_info = _training_info(tokenizer, data_arguments, draft_arguments, train)
+    draft.config.training_info = _training_info(
+        tokenizer, data_arguments, draft_arguments, train, draft.config.block_size
+    )
     train_data, held_out_data = (SequenceDataset(part, data_arguments.max_length) for part in (train, held_out))
     num_dropped = train_data.num_dropped + held_out_data.num_dropped
     if num_dropped:
@@ -281,6 +283,7 @@ def _training_info(
     data_arguments: DataArguments,
     draft_arguments: DraftArguments,
     sequences: list[TrainingSequence],
+    block_size: int,
 ) -> dict[str, Any]:
     return {
         "chat_template_sha256": template_hash(tokenizer),
@@ -288,6 +291,7 @@ def _training_info(
         "num_sequences": len(sequences),
         "num_answer_tokens": sum(len(q.input_ids) - q.num_prompt_tokens for q in sequences),
         "data_files": [Path(path).name for path in data_arguments.data],
+        "block_size": block_size,
         "bigram_start": draft_arguments.bigram_start,
         "target_layer_start": draft_arguments.target_layer_start,
         "init_from": Path(draft_arguments.init_from).name if draft_arguments.init_from is not None else None,

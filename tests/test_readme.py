@@ -74,5 +74,5 @@ def test_python_blocks_run_one_after_the_other(capfd):
 
 def test_figures_stand_beside_their_command():
     measured = README[README.index("## Measured") : README.index("## Supported")]
-    assert measured.index("python benchmarks/latency.py") < measured.index("| prompts |")
+    assert measured.index("python benchmarks/scheduling.py") < measured.index("| policy |")
     assert "<!--" not in README

@@ -11,6 +11,7 @@ import typer
 
 from .._version import __version__
 from .calibrating import calibrate_command
+from .diagnosing import doctor_command
 from .drafts import prepare, train
 from .generating import compare_command, generate_command
 from .tuning import convert_command, profile_command
@@ -30,6 +31,7 @@ app.command(
 )(train)
 app.command("calibrate")(calibrate_command)
 app.command("profile")(profile_command)
+app.command("doctor")(doctor_command)
 app.command("convert")(convert_command)
 
 

@@ -340,9 +340,9 @@ def test_draft_is_package_data_with_the_layout_of_its_config():
     assert path.name == "smollm2-135m-instruct-dspark"
     config = json.loads((path / "config.json").read_text())
     assert config["block_size"] == 5
-    assert config["aux_hidden_state_layer_ids"] == [2, 9, 16, 23, 29]
+    assert config["target_layer_ids"] == [1, 8, 14, 20, 27]
     with safe_open(path / "model.safetensors", framework="pt") as weights:
-        assert weights.get_slice("lm_head.weight").get_shape() == [9348, 576]
+        assert weights.get_slice("lm_head.weight").get_shape() == [9216, 576]
         # 5 layers of the target, 576 wide each.
         assert weights.get_slice("fc.weight").get_shape() == [576, 2880]
     assert "accepted length" in (path / "README.md").read_text(encoding="utf-8").lower()

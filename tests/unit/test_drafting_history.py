@@ -200,10 +200,22 @@ def test_useless_drafts_are_probed_ever_less():
 
 
 def test_drafting_ends_when_rounds_do_not_bring_what_the_past_promised():
-    """Each round brings 1 token in 1.4 plain steps; three pseudo-rounds promise 1.75 in 1.4."""
+    """Each round brings 1 token in 1.4 plain steps, eight pseudo-rounds promise 1.75 in 1.4. With a decayed count n of
+    rounds it ends where n + 14 < 0.97 * (1.4 * n + 11.2): from n = 8.8, the eleventh round."""
     drafted = decisions(DraftingGate(), 30, outlook(0.5, 0.25))
-    assert drafted[:3] == [True, True, True]
-    assert not any(drafted[4:11])
+    assert drafted[:11] == [True] * 11
+    assert not any(drafted[11:18])
+
+
+def test_chance_does_not_close_the_gate():
+    """Half of the rounds bring 1 token and half bring 2, in 1.3 plain steps."""
+    rng, gate, closed = random.Random(0), DraftingGate(), 0
+    for _ in range(400):
+        if gate.opens(outlook(0.5, 0.1)):
+            gate.observe(record(rng.randint(0, 1), 1), SPSCurve.linear(0.1, 0.2))
+        else:
+            closed += 1
+    assert closed < 40
 
 
 def test_a_probe_that_pays_is_followed_by_more():
