@@ -25,7 +25,8 @@ import transformers
 
 import dspark_hf
 from dspark_hf.comparison import encode_prompt
-from dspark_hf.load_plot import check_can_plot, save_load_plot
+from dspark_hf.figure_files import check_can_plot
+from dspark_hf.load_plot import save_load_plot
 from dspark_hf.metrics import AcceptanceStats, RoundRecord, collect_rounds
 from dspark_hf.profiling import RoundTimeProfile
 from dspark_hf.prompts import BUILTIN_PROMPTS, Prompt, read_prompts
@@ -160,7 +161,7 @@ def print_table(title: str, reports: list[LoadReport], figure: Callable[[LoadRep
 def main() -> None:
     arguments = parse_arguments()
     if arguments.plot is not None:
-        check_can_plot(arguments.plot)
+        check_can_plot(arguments.plot, "load plot")
     source, curve = chosen_curve(arguments)
     texts = load_rounds(arguments.rounds) if arguments.rounds is not None else record_rounds(arguments)
     if arguments.save_rounds is not None:

@@ -86,7 +86,7 @@ class ConfidenceObservations:
             ValueError: If no round is left.
         """
         rounds = list(rounds)
-        full = [record for record in rounds if _is_full(record, num_draft_slots)]
+        full = [record for record in rounds if record.is_full_block(num_draft_slots)]
         if not full:
             with_confidence = sum(len(record.confidence) == num_draft_slots for record in rounds)
             longest = max((record.verify_length for record in rounds), default=0)
@@ -429,12 +429,6 @@ def area_under_curve(scores: torch.Tensor, outcomes: torch.Tensor) -> float:
     below, up_to = torch.searchsorted(ordered, scores), torch.searchsorted(ordered, scores, right=True)
     mid_ranks = (below + up_to + 1).double() / 2  # from 1
     return float((mid_ranks[happened].sum() - num_yes * (num_yes + 1) / 2) / (num_yes * num_no))
-
-
-def _is_full(record: RoundRecord, num_draft_slots: int) -> bool:
-    # Without a bonus token the text ended after the last draft counted as accepted: the later ones were not judged.
-    is_judged = record.bonus_token is not None or record.num_accepted == num_draft_slots
-    return is_judged and record.verify_length == len(record.confidence) == num_draft_slots
 
 
 def _bins(probabilities: torch.Tensor, num_bins: int) -> torch.Tensor:

@@ -10,13 +10,13 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .figure_files import check_can_plot, save_figure
 from .simulation import LoadReport
 
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = (".png", ".svg")
 PANEL_INCHES = 4.5
 # Told apart by readers who do not see all colours, and in print.
 COLORS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -42,7 +42,7 @@ def save_load_plot(reports: Sequence[LoadReport], path: str | os.PathLike) -> Pa
     """
     if not reports:
         raise ValueError("`reports` must hold at least one report, got none. Pass those of `sweep`.")
-    path = check_can_plot(path)
+    path = check_can_plot(path, "load plot")
     from matplotlib.figure import Figure  # takes a second to import; no window and no global state
 
     figure = Figure(figsize=(2 * PANEL_INCHES, PANEL_INCHES), layout="constrained")
@@ -63,39 +63,7 @@ def save_load_plot(reports: Sequence[LoadReport], path: str | os.PathLike) -> Pa
     budget.set(xlabel="requests", ylabel="tokens verified per request and round", ylim=(0, None))
     _label_counts(budget, sorted({report.num_requests for report in reports}))
     figure.legend(*speed.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
-    try:
-        figure.savefig(temporary, dpi=150)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
-
-
-def check_can_plot(path: str | os.PathLike) -> Path:
-    """Whether [`save_load_plot`] can write to `path`; better asked before the work than after it.
-
-    Args:
-        path (`str` or `os.PathLike`): File to write.
-
-    Returns:
-        `pathlib.Path`: the same.
-
-    Raises:
-        ValueError: If the file has another ending.
-        RuntimeError: If matplotlib is not installed.
-    """
-    path = Path(path)
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"A load plot must be a .png or .svg file, got {str(path)!r}.")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError(
-            'A load plot needs matplotlib, which is not installed: pip install "dspark-hf[eval]".'
-        ) from error
-    return path
+    return save_figure(figure, path)
 
 
 def _label_counts(axes: Axes, counts: Sequence[int]) -> None:

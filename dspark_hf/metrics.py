@@ -54,6 +54,21 @@ class RoundRecord:
         """`int`: Tokens of the round, bonus token included (tau)."""
         return self.num_accepted + 1
 
+    def is_full_block(self, num_slots: int) -> bool:
+        """Whether the round says what any shorter block would have done.
+
+        Every slot was sent and has a confidence, and the text did not end before the last of them was judged. Without
+        a bonus token it ended after the last draft counted as accepted.
+
+        Args:
+            num_slots (`int`): g.
+
+        Returns:
+            `bool`
+        """
+        is_judged = self.bonus_token is not None or self.num_accepted == num_slots
+        return is_judged and self.verify_length == len(self.confidence) == num_slots
+
     @property
     def truncated(self) -> bool:
         """`bool`: Whether generation ended inside the round (EOS, length, ...), so that tokens were dropped."""

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .calibration import CalibrationReport, ReliabilityBin
+from .figure_files import check_can_plot, save_figure
 
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-FORMATS = (".png", ".svg")
 PANEL_INCHES = 2.6
 # Two colours and two markers that also differ in print and to colour-blind readers.
 BEFORE = {"color": "#d55e00", "marker": "o", "linestyle": "--", "label": "before"}
@@ -35,7 +35,7 @@ def save_reliability_plot(report: CalibrationReport, path: str | os.PathLike) ->
         ValueError: If the file has another ending.
         RuntimeError: If matplotlib is not installed.
     """
-    path = check_can_plot(path)
+    path = check_can_plot(path, "reliability diagram")
     from matplotlib.figure import Figure  # takes a second to import; no window and no global state
 
     slots = len(report.temperatures)
@@ -51,39 +51,7 @@ def save_reliability_plot(report: CalibrationReport, path: str | os.PathLike) ->
     panels[0].set_ylabel("observed rate")
     panels[0].legend(loc="upper left", fontsize=8)
     figure.supxlabel("predicted prefix survival", fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
-    try:
-        figure.savefig(temporary, dpi=150)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
-
-
-def check_can_plot(path: str | os.PathLike) -> Path:
-    """Whether [`save_reliability_plot`] can write to `path`; better asked before the work than after it.
-
-    Args:
-        path (`str` or `os.PathLike`): File to write.
-
-    Returns:
-        `pathlib.Path`: the same.
-
-    Raises:
-        ValueError: If the file has another ending.
-        RuntimeError: If matplotlib is not installed.
-    """
-    path = Path(path)
-    if path.suffix.lower() not in FORMATS:
-        raise ValueError(f"A reliability diagram must be a .png or .svg file, got {str(path)!r}.")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError(
-            'A reliability diagram needs matplotlib, which is not installed: pip install "dspark-hf[eval]".'
-        ) from error
-    return path
+    return save_figure(figure, path)
 
 
 def _draw(axes: Axes, bins: Sequence[ReliabilityBin], style: dict[str, str]) -> None:

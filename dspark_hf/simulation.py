@@ -181,7 +181,7 @@ def full_blocks(records: Iterable[RoundRecord], num_slots: int) -> list[RoundRec
     Returns:
         `list[RoundRecord]`, in order.
     """
-    return [record for record in records if _refusal(record, num_slots) is None]
+    return [record for record in records if record.is_full_block(num_slots)]
 
 
 class _SlotAcceptance:

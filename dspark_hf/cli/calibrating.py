@@ -10,13 +10,13 @@ from typing import Annotated
 import torch
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..calibrate_job import calibrate, check_can_save, num_calibration_answers, save_calibration
 from ..calibration import CalibrationReport
+from ..figure_files import check_can_plot
 from ..prompts import read_prompts
-from ..reliability_plot import check_can_plot, save_reliability_plot
+from ..reliability_plot import save_reliability_plot
 from .options import (
     Device,
     Draft,
@@ -32,6 +32,7 @@ from .options import (
     errors,
     errors_in_words,
     load_pair,
+    progress_bar,
     sampling_arguments,
 )
 
@@ -70,15 +71,14 @@ def calibrate_command(
         check = read_prompts(check_prompts) if check_prompts is not None else None
         total = num_calibration_answers(chosen, check, num_answers)
         if plot is not None:
-            check_can_plot(plot)
+            check_can_plot(plot, "reliability diagram")
         with errors.status("Loading the models..."):
             model, draft_model, tokenizer = load_pair(target, draft, dtype, device)
         saves = output is not None or draft is not None  # the default draft belongs to the package
         if saves:
             check_can_save(draft_model, output)
         torch.manual_seed(seed)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=errors, transient=True) as progress:
+        with progress_bar() as progress:
             task = progress.add_task("Answers", total=total)
             report = calibrate(
                 model,

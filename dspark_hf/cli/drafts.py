@@ -8,7 +8,6 @@ from typing import Annotated
 
 import transformers
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..prepare_job import PrepareJob
 from ..row_generation import SamplingSettings
@@ -21,9 +20,9 @@ from .options import (
     Temperature,
     TopP,
     console,
-    errors,
     errors_in_words,
     load_target,
+    progress_bar,
 )
 
 
@@ -67,8 +66,7 @@ def prepare(
     """Let the target answer prompts: the data to train its draft on."""
     with errors_in_words():
         sampling = SamplingSettings(max_new_tokens, temperature, top_k, top_p, seed)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=errors) as progress:
+        with progress_bar(transient=False) as progress:
             job = PrepareJob(
                 output=output,
                 prompt_files=tuple(prompts or ()),

@@ -12,7 +12,6 @@ import torch
 import transformers
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from transformers import TextStreamer
 
@@ -37,6 +36,7 @@ from .options import (
     errors,
     errors_in_words,
     load_pair,
+    progress_bar,
     sampling_arguments,
     set_knobs,
 )
@@ -73,8 +73,7 @@ def compare_command(
             model, draft_model, tokenizer = load_pair(target, draft, dtype, device)
         set_knobs(draft_model, num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
         torch.manual_seed(seed)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=errors, transient=True) as progress:
+        with progress_bar() as progress:
             task = progress.add_task("Generating with and without DSpark", total=2 * repeats * len(chosen))
             results = compare(
                 model,

@@ -12,6 +12,7 @@ import torch
 import transformers
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..default_pair import ensure_default_target, load_default_pair
@@ -131,3 +132,9 @@ def choose_prompts(text: list[str] | None, path: Path | None) -> list[Prompt]:
     if text:
         return [Prompt("yours", prompt) for prompt in text]
     return read_prompts(path) if path is not None else list(BUILTIN_PROMPTS)
+
+
+def progress_bar(transient: bool = True) -> Progress:
+    """A progress bar on standard error; a transient one is gone when the work is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=errors, transient=transient)

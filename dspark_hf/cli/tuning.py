@@ -9,12 +9,11 @@ from typing import Annotated
 import transformers
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..checkpoints.convert import convert_draft, parse_stated
 from ..profiling import RoundTimeProfile, measure_profile, profile_path
-from .options import Device, Draft, Dtype, Target, console, errors, errors_in_words, load_pair
+from .options import Device, Draft, Dtype, Target, console, errors, errors_in_words, load_pair, progress_bar
 
 
 def profile_command(
@@ -35,8 +34,7 @@ def profile_command(
         lengths = _parse_lengths(context_lengths)
         with errors.status("Loading the models..."):
             model, draft_model, _ = load_pair(target, draft, dtype, device)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=errors, transient=True) as progress:
+        with progress_bar() as progress:
             task = progress.add_task("Timing rounds", total=(repeats + 1) * len(set(lengths)))
             measured = measure_profile(
                 model, draft_model, lengths, repeats, on_progress=lambda: progress.advance(task)

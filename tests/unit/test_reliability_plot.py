@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from dspark_hf.calibration import CalibrationReport, ReliabilityBin, SurvivalFigures
-from dspark_hf.reliability_plot import check_can_plot, save_reliability_plot
+from dspark_hf.figure_files import check_can_plot
+from dspark_hf.reliability_plot import save_reliability_plot
 
 
 def figures(error: float, *points: tuple[float, float]) -> SurvivalFigures:
@@ -41,7 +42,7 @@ def test_other_endings_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"must be a .png or .svg file, got 'plot.jpg'"):
         save_reliability_plot(REPORT, "plot.jpg")
     with pytest.raises(ValueError, match="png"):
-        check_can_plot(tmp_path / "plot")
+        check_can_plot(tmp_path / "plot", "reliability diagram")
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch):
