@@ -83,8 +83,7 @@ class Measurement:
     @property
     def num_reached(self) -> list[int]:
         """`list[int]`: Per slot, rounds that sent it and accepted all before it."""
-        longest = max((sent for sent, _, _ in self._rounds), default=0)
-        return [sum(sent > slot <= accepted for sent, accepted, _ in self._rounds) for slot in range(longest)]
+        return [reached for reached, _ in self.stats.slot_counts]
 
     @property
     def standard_error(self) -> float:

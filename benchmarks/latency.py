@@ -79,7 +79,7 @@ def row(name: str, repeats: list[list[PromptComparison]]) -> tuple[str, ...]:
         f"{statistics.median(pool.dspark_tokens_per_s for pool in pools):.1f}",
         f"{statistics.median(speedups):.2f} ({min(speedups):.2f}-{max(speedups):.2f})",
         f"{stats.accepted_length:.2f}",
-        f"{stats.num_drafted / stats.num_rounds:.2f}",
+        f"{stats.mean_verify_length:.2f}",
         f"{1e3 * statistics.median(record.draft_s for record in stats.rounds):.1f}",
         f"{1e3 * statistics.median(record.verify_s for record in stats.rounds):.1f}",
         f"{plain_step_ms:.1f}",

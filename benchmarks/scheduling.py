@@ -112,9 +112,9 @@ def row(name: str, runs: list[Run], domains: list[str]) -> list[str]:
     stats = AcceptanceStats([record for r in runs if r.policy == name for record in r.stats.rounds])
     if not stats.rounds:
         return [*cells, "1.00", "1.00", "0.00", "-"]
-    verified, sent = stats.num_verified / stats.num_committed, stats.num_drafted / stats.num_rounds
     skipped = f"{stats.num_skipped / stats.num_rounds:.0%}"
-    return [*cells, f"{stats.accepted_length:.2f}", f"{verified:.2f}", f"{sent:.2f}", skipped]
+    figures = (stats.accepted_length, stats.verified_per_token, stats.mean_verify_length)
+    return [*cells, *(f"{figure:.2f}" for figure in figures), skipped]
 
 
 def print_row(cells: list[str]) -> None:

@@ -214,8 +214,8 @@ def summarize(results: Sequence[PromptComparison], name: str = "all") -> Compari
         plain_tokens_per_s=tokens_per_s([result.plain for result in results]),
         dspark_tokens_per_s=tokens_per_s([result.dspark for result in results]),
         accepted_length=stats.accepted_length,
-        verify_length=stats.num_drafted / stats.num_rounds if stats.num_rounds else float("nan"),
-        verified_per_token=stats.num_verified / stats.num_committed if stats.num_committed else float("nan"),
+        verify_length=stats.mean_verify_length,
+        verified_per_token=stats.verified_per_token,
         acceptance_rate=stats.acceptance_rate,
     )
 

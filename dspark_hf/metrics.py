@@ -139,13 +139,27 @@ class AcceptanceStats:
     @property
     def conditional_acceptance(self) -> list[float]:
         """`list[float]`: P(slot k accepted | all before it were), over the rounds that sent slot k; NaN if none."""
-        longest = max((record.verify_length for record in self.rounds), default=0)
-        rates = []
-        for slot in range(longest):
+        return [accepted / reached if reached else float("nan") for reached, accepted in self.slot_counts]
+
+    @property
+    def slot_counts(self) -> list[tuple[int, int]]:
+        """`list[tuple[int, int]]`: Per slot, rounds that sent it and accepted all before it, and those that accepted
+        it as well."""
+        counts = []
+        for slot in range(max((record.verify_length for record in self.rounds), default=0)):
             reached = [r for r in self.rounds if r.verify_length > slot and r.num_accepted >= slot]
-            accepted = sum(r.num_accepted > slot for r in reached)
-            rates.append(accepted / len(reached) if reached else float("nan"))
-        return rates
+            counts.append((len(reached), sum(r.num_accepted > slot for r in reached)))
+        return counts
+
+    @property
+    def mean_verify_length(self) -> float:
+        """`float`: Drafts sent to verification per round; NaN without rounds."""
+        return self.num_drafted / self.num_rounds if self.rounds else float("nan")
+
+    @property
+    def verified_per_token(self) -> float:
+        """`float`: Tokens that the target's forward passes carried, per token committed; NaN without any."""
+        return self.num_verified / self.num_committed if self.num_committed else float("nan")
 
     @property
     def draft_s(self) -> float:

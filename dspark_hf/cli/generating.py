@@ -126,7 +126,7 @@ def generate_command(
                 streamer=streamer,
             )
     if stats.num_rounds:
-        rate, verified = stats.num_committed / stats.round_s, stats.num_verified / stats.num_committed
+        rate, verified = stats.num_committed / stats.round_s, stats.verified_per_token
         errors.print(
             f"[dim]{rate:.1f} tokens/s after the prefill, accepted length {stats.accepted_length:.2f}, {verified:.2f} "
             "tokens verified per token[/]",

@@ -59,10 +59,9 @@ class Probe:
         """
         committed = [record.num_committed for record in rounds]
         error = statistics.stdev(committed) / len(committed) ** 0.5 if len(committed) > 1 else float("inf")
-        slots = range(max(record.verify_length for record in rounds))
-        reached = tuple(sum(r.verify_length > k and r.num_accepted >= k for r in rounds) for k in slots)
-        accepted = tuple(sum(r.num_accepted > k for r in rounds) for k in slots)
-        return cls(AcceptanceStats(list(rounds)).accepted_length, error, len(rounds), reached, accepted)
+        stats = AcceptanceStats(list(rounds))
+        reached, accepted = zip(*stats.slot_counts, strict=True) if stats.num_drafted else ((), ())
+        return cls(stats.accepted_length, error, len(rounds), reached, accepted)
 
 
 @dataclass(frozen=True)

@@ -116,3 +116,28 @@ def test_imports_the_standard_library_only():
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in names} <= set(sys.stdlib_module_names)
+
+
+def test_counts_of_each_slot_and_what_was_verified():
+    """Slot 1 is reached once, in the first round, and accepted there; the second round sends one draft of two."""
+    stats = AcceptanceStats([RoundRecord(1, (5, 6), (), 2, 7, 3), RoundRecord(7, (8,), (), 0, 9, 1)])
+    assert stats.slot_counts == [(2, 1), (1, 1)]
+    assert stats.mean_verify_length == 1.5
+    assert stats.verified_per_token == 5 / 4
+    assert math.isnan(AcceptanceStats().mean_verify_length)
+    assert math.isnan(AcceptanceStats().verified_per_token)
+
+
+@pytest.mark.parametrize(
+    ("record", "is_full"),
+    [
+        (RoundRecord(1, (5, 6), (0.9, 0.8), 1, 7, 2), True),
+        (RoundRecord(1, (5, 6), (0.9, 0.8), 2, None, 2), True),  # the text ended behind the last draft
+        (RoundRecord(1, (5, 6), (0.9, 0.8), 1, None, 1), False),  # it ended before the second was judged
+        (RoundRecord(1, (5,), (0.9, 0.8), 1, 7, 2), False),  # cut
+        (RoundRecord(1, (5, 6), (), 1, 7, 2), False),
+        (RoundRecord(1, (5, 6, 4), (0.9, 0.8, 0.7), 1, 7, 2), False),  # of another draft
+    ],
+)
+def test_full_blocks(record, is_full):
+    assert record.is_full_block(2) == is_full
