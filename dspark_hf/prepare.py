@@ -25,6 +25,7 @@ from transformers.utils import logging
 
 from ._version import __version__
 from .row_generation import RowGenerator, RowRequest, SamplingSettings
+from .text_files import write_text
 
 
 logger = logging.get_logger("transformers.dspark_hf.prepare")
@@ -188,9 +189,7 @@ class DataFile:
                 )
             return
         versions = {"dspark_hf": __version__, "transformers": transformers.__version__}
-        temporary = self.settings_path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"settings": wanted, "versions": versions}, indent=2))
-        os.replace(temporary, self.settings_path)
+        write_text(self.settings_path, json.dumps({"settings": wanted, "versions": versions}, indent=2))
 
     def _repaired_rows(self) -> Iterator[dict[str, Any]]:
         """Rows so far; a last line that a kill cut in half is removed from the file."""

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import threading
-import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
@@ -30,6 +29,7 @@ from .fingerprint import fingerprint, setup
 from .measuring import MeasuredCurve, measure_curves
 from .modeling_dspark import DSparkDraftModel
 from .scheduling import SPSCurve
+from .text_files import write_text
 
 
 logger = logging.get_logger("transformers.dspark_hf.profiling")
@@ -171,12 +171,7 @@ class RoundTimeProfile:
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # two processes may write at once
-        try:
-            temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> RoundTimeProfile:

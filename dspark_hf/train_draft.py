@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ from .data import (
 from .feature_cache import FeatureCache
 from .modeling_dspark import DSparkDraftModel
 from .prepare import template_hash
+from .text_files import write_text
 from .training import DSparkTrainer, DSparkTrainingArguments
 from .warm_start import (
     copy_target_head,
@@ -146,9 +146,7 @@ def train_draft(
     figures = trainer.evaluate()
     trainer.save_model()
     if trainer.is_world_process_zero():
-        path = Path(arguments.output_dir, "held_out.json")
-        path.with_suffix(".tmp").write_text(json.dumps(figures, indent=2))
-        os.replace(path.with_suffix(".tmp"), path)
+        write_text(Path(arguments.output_dir, "held_out.json"), json.dumps(figures, indent=2))
     return draft, figures
 
 

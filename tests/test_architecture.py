@@ -20,6 +20,7 @@ NAME = dspark_hf.__name__
 LAYERS = {
     0: {
         "_version",
+        "text_files",
         "sampling",
         "metrics",
         "draft_cache",
@@ -56,7 +57,7 @@ LIBRARIES = {
     1: {"torch", "transformers", "safetensors"},
     2: {"torch", "transformers", "safetensors", "huggingface_hub"},
 }
-STANDARD_LIBRARY_ONLY = {"metrics", "_version"}
+STANDARD_LIBRARY_ONLY = {"metrics", "_version", "text_files"}
 MAY_PRINT = {"cli", "__main__"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 80, 500
 

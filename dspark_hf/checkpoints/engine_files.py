@@ -15,6 +15,7 @@ from typing import Any
 
 from ..configuration_dspark import DSparkConfig
 from ..scheduling import SPSCurve
+from ..text_files import write_text
 
 
 STS_FILE, SPS_FILE, COST_TABLE_FILE = "dspark_sts.json", "dspark_sps.json", "dspark_cost_table_trtllm.json"
@@ -91,8 +92,6 @@ def write_engine_files(folder: str | os.PathLike, config: DSparkConfig, curve: S
     for name, values in contents.items():
         if values is not None:
             path = Path(folder) / name
-            temporary = path.with_name(f".{name}.{os.getpid()}")
-            temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            os.replace(temporary, path)
+            write_text(path, json.dumps(values, indent=2) + "\n")
             written.append(path)
     return written
