@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ._version import __version__
 from .calibration import CalibrationReport, ConfidenceObservations, acceptance_prior, calibration_report
 from .comparison import encode_prompt
 from .configuration_dspark import DSparkConfig
 from .metrics import RoundRecord, collect_rounds
 from .modeling_dspark import DSparkDraftModel
 from .prompts import Prompt
+from .versions import library_versions
 
 
 CONFIG_FILE = "config.json"
@@ -92,11 +90,7 @@ def calibrate(
         "max_new_tokens": max_new_tokens,
         "decoding": _decoding(generate_arguments or {}),
         "dtype": str(draft.dtype).removeprefix("torch."),
-        "versions": {
-            "dspark_hf": __version__,
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-        },
+        "versions": library_versions(),
         "date": datetime.date.today().isoformat(),
     }
     return report

@@ -18,18 +18,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from huggingface_hub import constants as hub_constants
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ._version import __version__
 from .fingerprint import fingerprint, setup
 from .measuring import MeasuredCurve, measure_curves
 from .modeling_dspark import DSparkDraftModel
 from .scheduling import SPSCurve
 from .text_files import write_text
+from .versions import library_versions
 
 
 logger = logging.get_logger("transformers.dspark_hf.profiling")
@@ -224,9 +222,8 @@ def measure_profile(
         RuntimeError: If the warm-up takes far more than the budget.
     """
     measured = measure_curves(target, draft, context_lengths, num_repeats, budget_s, on_progress)
-    versions = {"dspark_hf": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return RoundTimeProfile(measured, fingerprint(target, draft), versions, date)
+    return RoundTimeProfile(measured, fingerprint(target, draft), library_versions(), date)
 
 
 def profile_path(target: PreTrainedModel, draft: DSparkDraftModel) -> Path:

@@ -12,13 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from filelock import FileLock
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
-from ._version import __version__
 from .configuration_dspark import DSparkConfig
 from .data import (
     SequenceDataset,
@@ -33,6 +31,7 @@ from .modeling_dspark import DSparkDraftModel
 from .prepare import template_hash
 from .text_files import write_text
 from .training import DSparkTrainer, DSparkTrainingArguments
+from .versions import library_versions
 from .warm_start import (
     copy_target_head,
     reduce_vocabulary,
@@ -293,11 +292,7 @@ def _training_info(
         "bigram_start": draft_arguments.bigram_start,
         "target_layer_start": draft_arguments.target_layer_start,
         "init_from": Path(draft_arguments.init_from).name if draft_arguments.init_from is not None else None,
-        "versions": {
-            "dspark_hf": __version__,
-            "transformers": transformers.__version__,
-            "torch": torch.__version__,
-        },
+        "versions": library_versions(),
         "date": datetime.date.today().isoformat(),
     }
 

@@ -31,7 +31,7 @@ LAYERS = {
         "drafting_history",
         "simulation",
     },
-    1: {"_compat", "configuration_dspark", "heads", "pairing", "modeling_dspark", "checkpoints"},
+    1: {"_compat", "versions", "configuration_dspark", "heads", "pairing", "modeling_dspark", "checkpoints"},
     2: {
         "processors",
         "stopping_criteria",

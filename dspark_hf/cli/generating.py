@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import transformers
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from transformers import TextStreamer
 
-from .._version import __version__
 from ..comparison import ComparisonSummary, PromptComparison, compare, encode_prompt, summarize
 from ..metrics import collect_rounds
+from ..versions import library_versions
 from .options import (
     Device,
     Draft,
@@ -194,7 +193,7 @@ def _print_differences(results: list[PromptComparison], dtype: str) -> None:
 
 def _as_json(results: list[PromptComparison], dtype: str, device: str, temperature: float) -> dict[str, Any]:
     return {
-        "versions": {"dspark_hf": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
+        "versions": library_versions(),
         "dtype": dtype,
         "device": device,
         "temperature": temperature,
