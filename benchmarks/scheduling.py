@@ -77,7 +77,11 @@ def policies(num_slots: int, names: list[str] | None) -> list[Policy]:
         Policy("look-ahead", "lookahead"),
         Policy("hardware", "hardware"),
     ]
-    return [p for p in (Policy("plain"), *fixed, *learned) if names is None or p.name in ("plain", *names)]
+    known = [*fixed, *learned]
+    unknown = sorted(set(names or ()) - {policy.name for policy in known})
+    if unknown:
+        raise ValueError(f"`--policies` must be among {[policy.name for policy in known]}, got {unknown}.")
+    return [Policy("plain"), *(policy for policy in known if names is None or policy.name in names)]
 
 
 def run(target, draft, inputs, policy: Policy, domain: str, repeat: int, max_new_tokens: int) -> Run:
