@@ -2,6 +2,8 @@
 """DSpark speculative decoding for Hugging Face transformers. Importing it lets `generate` accept DSpark drafts."""
 
 from ._version import __version__
+from .batch_rows import RowStreamer
+from .batching import generate_many
 from .candidate_generator import DraftProposal, DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
 from .default_pair import load_default_pair
@@ -28,11 +30,13 @@ __all__ = [
     "DraftProposal",
     "RoundRecord",
     "RoundTimeProfile",
+    "RowStreamer",
     "SPSCurve",
     "__version__",
     "collect_rounds",
     "disable",
     "enable",
+    "generate_many",
     "is_enabled",
     "load_default_pair",
     "measure_profile",

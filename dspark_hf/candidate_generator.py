@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafting half of a round: context in, one parallel pass, the sequential chain, and where to cut it.
 
-Legend: R requests (1 here), c context tokens, g block_size, k drafts, m captured layers, d hidden, V target
-vocabulary, D draft vocabulary (= V unless reduced). q is the draft's distribution after the mirrored processors.
+Legend: R requests, c context tokens of one and C of all of them, g block_size, k drafts, m captured layers, d hidden,
+V target vocabulary, D draft vocabulary (= V unless reduced). q is the draft's distribution after the mirrored
+processors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from .stopping_criteria import AdaptiveConfidenceCriteria, resolve_options, sche
 
 @dataclass(frozen=True)
 class DraftProposal:
-    """What a round sends to verification.
+    """What a round sends to verification for one request.
 
     Args:
         token_ids (`torch.LongTensor` of shape `(1, k)`): Drafts, k >= 0, on the device of the text.
@@ -42,6 +44,31 @@ class DraftProposal:
     drafted: bool = True
 
 
+@dataclass
+class _Request:
+    """One request's side of the drafting.
+
+    `context` (1, c, m * d) and `positions` (1, c) are those of committed tokens the draft has not read yet, in parts;
+    `anchor_position` is (1, 1).
+    """
+
+    processors: LogitsProcessorList
+    context: list[torch.Tensor] = field(default_factory=list)
+    positions: list[torch.Tensor] = field(default_factory=list)
+    anchor_position: torch.Tensor | None = None
+
+    def add(self, context: torch.Tensor, positions: torch.Tensor) -> None:
+        """Take in context and its positions, the anchor's last."""
+        self.context.append(context)
+        self.positions.append(positions[:, :-1])
+        self.anchor_position = positions[:, -1:]
+
+    @property
+    def num_waiting(self) -> int:
+        """Context tokens the draft has not read yet."""
+        return sum(part.shape[1] for part in self.context)
+
+
 class DSparkCandidateGenerator(CandidateGenerator):
     """Drafts blocks of tokens for one `generate` call; all of the call's drafting state lives here.
 
@@ -52,7 +79,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         target (`PreTrainedModel`): The model that generates.
         draft (`DSparkDraftModel`): Its draft.
         generation_config (`GenerationConfig`): The call's prepared config (`do_sample`, `max_length`, EOS).
-        logits_processor (`LogitsProcessorList`, *optional*): The call's prepared processors.
+        logits_processor (`LogitsProcessorList`, *optional*): The call's prepared processors, for one request.
 
     Raises:
         NotImplementedError: If the target is no decoder-only language model.
@@ -77,14 +104,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.criterion = self._build_criterion()
         layers = generation_config.output_hidden_states or hidden_states_of(draft.config.target_layer_ids)
         self.model_kwargs_overrides = {"output_hidden_states": layers}
-        self._processors = mirrored(logits_processor or LogitsProcessorList())
-        self._rowwise = are_rowwise(self._processors)
+        self._requests = [_Request(mirrored(logits_processor or LogitsProcessorList()))]
+        self._rowwise = are_rowwise(self._requests[0].processors)
         self._draft_token_ids = draft.draft_token_ids()
         eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
         self._eos_token_ids = frozenset(eos_token_id.flatten().tolist() if eos_token_id is not None else ())
         self._cache = DraftCache(draft.config.num_hidden_layers)
-        self._context: list[torch.Tensor] = []
-        self._context_positions: list[torch.Tensor] = []
         self._saw_prompt = False
 
     def _build_criterion(self) -> AdaptiveConfidenceCriteria | None:
@@ -148,64 +173,112 @@ class DSparkCandidateGenerator(CandidateGenerator):
             num_tokens (`int`): Leading rows to take: the whole prompt at first, then `num_accepted + 1`.
             model_kwargs (`dict[str, Any]`): The loop's, grown to the anchor: `position_ids`, `attention_mask`.
         """
-        captured = [hidden_states[i + 1] for i in self.draft.config.target_layer_ids]
-        where = {"device": self.draft.device, "dtype": self.draft.dtype}
-        context = torch.cat([states[:, :num_tokens].to(**where) for states in captured], dim=-1)  # [1, c, m * d]
+        context = self._captured(hidden_states, num_tokens)
         positions = self._positions(model_kwargs, num_tokens)
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not self._saw_prompt and mask.ndim == 2:  # a left-padded prompt
             keep = mask[0, -num_tokens - 1 : -1].bool().to(context.device)
             context, positions = context[:, keep], torch.cat([positions[:, :-1][:, keep], positions[:, -1:]], dim=1)
         self._saw_prompt = True
-        self._context.append(context)
-        self._context_positions.append(positions)
+        self._requests[0].add(context, positions)
+
+    def _captured(self, hidden_states: tuple[torch.Tensor, ...], num_tokens: int) -> torch.Tensor:
+        """The layers that the draft reads, side by side, [1, num_tokens, m * d]."""
+        where = {"device": self.draft.device, "dtype": self.draft.dtype}
+        layers = [hidden_states[i + 1][:, :num_tokens].to(**where) for i in self.draft.config.target_layer_ids]
+        return torch.cat(layers, dim=-1)
+
+    def add_packed_context(
+        self, hidden_states: tuple[torch.Tensor, ...], spans: Sequence[tuple[int, int, int]], starts: Sequence[int]
+    ) -> None:
+        """[`add_context`] of several requests, whose tokens lie one after the other.
+
+        Args:
+            hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; each `(1, tokens, d)`.
+            spans (`Sequence[tuple[int, int, int]]`): Requests, and where their tokens to take begin and end.
+            starts (`Sequence[int]`): Position of each span's first token in its text.
+        """
+        packed = self._captured(hidden_states, max(end for _, _, end in spans))
+        for (request, first, end), start in zip(spans, starts, strict=True):
+            positions = torch.arange(start, start + end - first + 1, device=packed.device)[None]
+            self._requests[request].add(packed[:, first:end], positions)
+
+    def add_requests(self, processors: Sequence[LogitsProcessorList]) -> None:
+        """Let more requests join, behind the present ones.
+
+        Args:
+            processors (`Sequence[LogitsProcessorList]`): The prepared processors of each.
+        """
+        self._requests += [_Request(mirrored(own)) for own in processors]
+        self._cache.add(len(processors))
+        if self.criterion is not None:
+            self.criterion.add_requests(len(processors))
+
+    def keep_requests(self, requests: Sequence[int]) -> None:
+        """Forget all other requests.
+
+        Args:
+            requests (`Sequence[int]`): Requests to keep, in their new order.
+        """
+        self._requests = [self._requests[request] for request in requests]
+        self._cache.keep(requests)
+        if self.criterion is not None:
+            self.criterion.keep_requests(requests)
 
     def _positions(self, model_kwargs: dict[str, Any], num_tokens: int) -> torch.Tensor:
         """Positions of `num_tokens` context tokens and the anchor, [1, num_tokens + 1]."""
         position_ids = model_kwargs.get("position_ids")
         if position_ids is None:  # only differences matter to RoPE
-            start = self._cache.length + sum(context.shape[1] for context in self._context)
+            start = self._cache.lengths[0] + self._requests[0].num_waiting
             return torch.arange(start, start + num_tokens + 1, device=self.draft.device)[None]
         if position_ids.ndim == 3:  # text positions come first, then the rows of multimodal RoPE
             position_ids = position_ids[0]
         return position_ids[:1, -num_tokens - 1 :].to(self.draft.device)
 
-    def propose(self, input_ids: torch.Tensor) -> DraftProposal:
-        """Draft the tokens after the anchor and cut them where going on does not pay.
+    def propose(self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None = None) -> list[DraftProposal]:
+        """Draft the tokens after each request's anchor and cut them where going on does not pay.
 
         Args:
-            input_ids (`torch.LongTensor` of shape `(1, s)`): Text, the anchor last.
+            texts (`Sequence[torch.LongTensor]` of length R): Each request's text, `(1, s)`, the anchor last.
+            limits (`Sequence[int]`, *optional*):
+                Tokens that each text may still grow by; what the call's `max_length` leaves without it.
 
         Returns:
-            [`DraftProposal`], empty where the length limit leaves no room for a draft, or where drafting does not pay;
-            the context waits then, and is caught up with in one pass.
+            `list[DraftProposal]`: empty ones where the length limit leaves no room for a draft, or where drafting
+            does not pay; the context waits then, and is caught up with in one pass.
         """
+        if limits is None:
+            limits = [self.max_length - text.shape[1] for text in texts]
         # The target adds one token itself, so a draft in the last free place could never be kept.
-        limit = min(self.options.num_assistant_tokens, self.max_length - input_ids.shape[1] - 1)
-        if limit < 1 or (self.criterion is not None and not self.criterion.worth_drafting()):
-            return DraftProposal(input_ids[:, :0], drafted=False)
-        hidden = self._parallel_stage(input_ids[:, -1:])[:, :limit]  # [1, limit, d]
-        token_ids, draft_logits, confidence = self._sequential_stage(hidden, input_ids)
-        length = self._cut(token_ids, confidence)
-        if draft_logits is not None:
-            draft_logits = self._over_target_vocabulary(draft_logits[:, :length]).to(input_ids.device)
-        return DraftProposal(
-            token_ids[:, :length].to(input_ids.device),
-            draft_logits,
-            tuple(confidence[0].tolist()) if confidence is not None else (),
-        )
+        limits = [max(0, min(self.options.num_assistant_tokens, limit - 1)) for limit in limits]
+        if max(limits) < 1 or (self.criterion is not None and not self.criterion.worth_drafting()):
+            return [DraftProposal(text[:, :0], drafted=False) for text in texts]
+        hidden = self._parallel_stage([text[:, -1:] for text in texts])[:, : max(limits)]  # [R, k, d]
+        token_ids, draft_logits, confidence, kept = self._sequential_stage(hidden, texts, limits)
+        lengths = self._cut(token_ids, confidence, kept)
+        proposals = []
+        for request, (text, length) in enumerate(zip(texts, lengths, strict=True)):
+            row, q = slice(request, request + 1), None
+            if draft_logits is not None:
+                q = self._over_target_vocabulary(draft_logits[row, :length]).to(text.device)
+            c = tuple(confidence[request, : kept[request]].tolist()) if confidence is not None else ()
+            proposals.append(DraftProposal(token_ids[row, :length].to(text.device), q, c, limits[request] > 0))
+        return proposals
 
-    def _parallel_stage(self, anchor_id: torch.Tensor) -> torch.Tensor:
-        """One forward over [anchor, mask, ...] and the context since the last; the predicting slots, [1, slots, d]."""
-        config = self.draft.config
-        masks = anchor_id.new_full((1, config.block_size - 1), config.mask_token_id)
+    def _parallel_stage(self, anchor_ids: Sequence[torch.Tensor]) -> torch.Tensor:
+        """One forward over [anchor, mask, ...] and the context since the last; the predicting slots, [R, slots, d]."""
+        config, requests = self.draft.config, self._requests
+        anchor_id = torch.cat(list(anchor_ids))
+        masks = anchor_id.new_full((len(requests), config.block_size - 1), config.mask_token_id)
         embeds = self.binding.embed(torch.cat([anchor_id, masks], dim=1))
-        context = torch.cat(self._context, dim=1)
-        # Each entry of positions ends with the anchor that followed; only the last of these anchors is in the block.
-        positions = torch.cat([p[:, :-1] for p in self._context_positions], dim=1)
-        anchor_position = self._context_positions[-1][:, -1:]
-        block_positions = anchor_position + torch.arange(config.block_size, device=anchor_position.device)
-        self._context, self._context_positions = [], []
+        context = torch.cat([part for request in requests for part in request.context], dim=1)  # [1, C, m * d]
+        positions = torch.cat([part for request in requests for part in request.positions], dim=1)
+        anchor_position = torch.cat([request.anchor_position for request in requests], dim=1)  # [1, R]
+        offsets = torch.arange(config.block_size, device=anchor_position.device)
+        block_positions = (anchor_position[:, :, None] + offsets).flatten(1)
+        self._cache.begin([request.num_waiting for request in requests], config.block_size)
+        for request in requests:
+            request.context, request.positions = [], []
         outputs = self.draft(
             noise_embeds=embeds.to(context.device, context.dtype),
             context_hidden_states=context,
@@ -215,15 +288,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return outputs.last_hidden_state[:, -config.num_draft_slots :]
 
     def _sequential_stage(
-        self, hidden: torch.Tensor, input_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Sample the slots left to right (Eq 4): tokens [1, k], the logits they came from, confidences [1, k]."""
+        self, hidden: torch.Tensor, texts: Sequence[torch.Tensor], limits: list[int]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int]]:
+        """Sample the slots left to right (Eq 4): tokens [R, k], the logits they came from, confidences [R, k].
+
+        The fourth are the limits, lower where a constraint allows nothing that is in a reduced draft vocabulary.
+        """
         head, base_logits = self.draft.markov_head, self.draft.base_logits(hidden, self.binding)
-        if head is None and not self.do_sample and not self._processors:
+        if head is None and not self.do_sample and not self._requests[0].processors:
             token_ids = self._to_target_ids(argmax_token(base_logits))
-            return token_ids, None, self._confidence(hidden, None)
+            return token_ids, None, self._confidence(hidden, None), limits
         state = head.initial_state(hidden[:, 0]) if head is not None else None
-        previous, text = input_ids[:, -1].to(hidden.device), input_ids.to(hidden.device)
+        texts = [text.to(hidden.device) for text in texts]
+        previous = torch.cat([text[:, -1] for text in texts])
         tokens, rows, embeddings = [], [], []
         for slot in range(hidden.shape[1]):
             row = base_logits[:, slot]
@@ -231,9 +308,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 embeddings.append(head.markov_w1(previous))
                 transition_bias, state = head(embeddings[-1], hidden[:, slot], state)
                 row = row + transition_bias
-            row = self._process(text, row)
-            if not self._rowwise and not torch.isfinite(row).any():
-                break  # a constraint allows nothing that is in a reduced draft vocabulary
+            row = self._process(texts, row)
+            if not self._rowwise:
+                row, limits = _without_dead_ends(row, limits, slot)
+                if max(limits) <= slot:
+                    break
             previous = select_token(row, self.do_sample)
             if row.shape[-1] != self.draft.config.vocab_size:
                 previous = self._to_target_ids(previous)
@@ -241,20 +320,25 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if self.do_sample:
                 rows.append(row)
             if not self._rowwise:
-                text = torch.cat([text, previous[:, None]], dim=1)
+                texts = [torch.cat([text, previous[i : i + 1, None]], dim=1) for i, text in enumerate(texts)]
         if not tokens:
-            return input_ids[:, :0], None, None
+            return previous[:, None][:, :0], None, None, limits
         embeddings = torch.stack(embeddings[: len(tokens)], dim=1) if embeddings else None
         confidence = self._confidence(hidden[:, : len(tokens)], embeddings)
-        return torch.stack(tokens, dim=1), torch.stack(rows, dim=1) if rows else None, confidence
+        return torch.stack(tokens, dim=1), torch.stack(rows, dim=1) if rows else None, confidence, limits
 
-    def _process(self, text: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """Mirrored processors on one slot's logits; over the draft vocabulary where they allow it."""
-        if self.do_sample or self._processors:
+    def _process(self, texts: Sequence[torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        """Mirrored processors on one slot's logits (R, D); over the draft vocabulary where they allow it."""
+        processors = self._requests[0].processors
+        if self.do_sample or processors:
             row = row.float()
-        if not self._processors:
+        if not processors:
             return row
-        return self._processors(text, row if self._rowwise else self._over_target_vocabulary(row))
+        if self._rowwise:  # the same for every request, and they do not read the text
+            return processors(texts[0], row)
+        full = self._over_target_vocabulary(row)
+        parts = zip(self._requests, texts, full.split(1), strict=True)
+        return torch.cat([request.processors(text, part) for request, text, part in parts])
 
     def _confidence(self, hidden: torch.Tensor, embeddings: torch.Tensor | None) -> torch.Tensor | None:
         if self.draft.confidence_head is None:
@@ -265,18 +349,24 @@ class DSparkCandidateGenerator(CandidateGenerator):
             logits = logits / logits.new_tensor(temperatures[: logits.shape[-1]])
         return torch.sigmoid(logits)
 
-    def _cut(self, token_ids: torch.Tensor, confidence: torch.Tensor | None) -> int:
-        """How many drafts to send."""
-        length = token_ids.shape[1]
-        if self.criterion is not None:
+    def _cut(self, token_ids: torch.Tensor, confidence: torch.Tensor | None, limits: Sequence[int]) -> list[int]:
+        """How many drafts of each request to send."""
+        lengths = list(limits)
+        if self.criterion is not None and token_ids.shape[1]:
             if confidence is None:
-                confidence = self.criterion.stand_in_confidence(length)
-            length = int(self.criterion.verify_lengths(confidence))
+                confidence = self.criterion.stand_in_confidence(token_ids.shape[1])
+            if min(limits) < token_ids.shape[1]:  # slots that cannot be sent must not use up the budget
+                slots = torch.arange(token_ids.shape[1], device=confidence.device)
+                confidence = confidence * (slots < torch.tensor(limits, device=confidence.device)[:, None])
+            chosen = self.criterion.verify_lengths(confidence).tolist()
+            lengths = [min(pair) for pair in zip(chosen, limits, strict=True)]
         if self._eos_token_ids:  # nothing is kept after an accepted EOS
-            for slot, token in enumerate(token_ids[0, :length].tolist()):
-                if token in self._eos_token_ids:
-                    return slot + 1
-        return length
+            for request, ids in enumerate(token_ids.tolist()):
+                for slot, token in enumerate(ids[: lengths[request]]):
+                    if token in self._eos_token_ids:
+                        lengths[request] = slot + 1
+                        break
+        return lengths
 
     def _to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         return ids if self._draft_token_ids is None else self._draft_token_ids[ids]
@@ -290,14 +380,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         full[..., self._draft_token_ids] = logits
         return full
 
-    def observe(self, record: RoundRecord) -> None:
+    def observe(self, records: Sequence[RoundRecord]) -> None:
         """Let the criterion learn from a finished round.
 
         Args:
-            record (`RoundRecord`): The round.
+            records (`Sequence[RoundRecord]` of length R): What became of each request.
         """
         if self.criterion is not None:
-            self.criterion.observe(record)
+            self.criterion.observe(records)
 
     def get_candidates(
         self,
@@ -328,7 +418,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if not self._saw_prompt:
             num_tokens = next(states.shape[1] for states in hidden_states if states is not None)
         self.add_context(hidden_states, num_tokens, model_kwargs)
-        proposal = self.propose(input_ids)
+        proposal = self.propose([input_ids])[0]
         logits = proposal.draft_logits if proposal.token_ids.shape[1] else None
         return torch.cat([input_ids, proposal.token_ids], dim=1), logits
 
@@ -342,3 +432,12 @@ class DSparkCandidateGenerator(CandidateGenerator):
             scores (`torch.FloatTensor`): Not read.
             num_matches (`int`): Not read.
         """
+
+
+def _without_dead_ends(row: torch.Tensor, limits: list[int], slot: int) -> tuple[torch.Tensor, list[int]]:
+    """End the blocks of requests for which no token is left, and give their logits a form that can be drawn from."""
+    alive = torch.isfinite(row).any(dim=-1)
+    if bool(alive.all()):
+        return row, limits
+    limits = [limit if ok else min(limit, slot) for limit, ok in zip(limits, alive.tolist(), strict=True)]
+    return torch.where(alive[:, None], row, torch.zeros_like(row)), limits

@@ -95,21 +95,29 @@ class RoundTimes:
         self._sums = np.zeros(5)  # rounds, growth, seconds, growth^2, growth * seconds
         self._drafting = np.zeros(2)  # rounds that drafted, their drafting seconds
 
-    def observe(self, record: RoundRecord) -> None:
+    def observe(self, records: Sequence[RoundRecord]) -> None:
         """Learn from a round.
 
         Args:
-            record (`RoundRecord`): The round.
+            records (`Sequence[RoundRecord]` of length R): The round; each request's share of its seconds.
         """
-        if not self._learn or record.verify_s <= 0:  # an engine that does not time its rounds
+        verify_s = sum(record.verify_s for record in records)
+        if not self._learn or verify_s <= 0:  # an engine that does not time its rounds
             return
-        growth = self._prior.verify(1 + record.verify_length) - self._prior.plain_s
-        seconds = _without_stall(record.verify_s, self._sums[0], self._sums[2])
+        growth = self._prior.verify(sum(1 + record.verify_length for record in records)) - self._prior.plain_s
+        seconds = _without_stall(verify_s, self._sums[0], self._sums[2])
         self._sums = self.DECAY * self._sums + [1, growth, seconds, growth * growth, growth * seconds]
-        if record.drafted:
-            draft_s = _without_stall(record.draft_s, *self._drafting)
+        if any(record.drafted for record in records):
+            # In units of what the prior says of so many requests, which come and go.
+            draft_s = sum(record.draft_s for record in records) * self._drafting_share(len(records))
+            draft_s = _without_stall(draft_s, *self._drafting)
             self._drafting = self.DECAY * self._drafting + [1, draft_s]
         self.curve = self._fit()
+
+    def _drafting_share(self, num_requests: int) -> float:
+        """The part of drafting for so many requests that drafting for one would take, by the prior."""
+        several = self._prior.for_requests(num_requests).draft_s
+        return self._prior.draft_s / several if several else 1.0
 
     def _fit(self) -> SPSCurve:
         prior = self._prior
@@ -125,7 +133,8 @@ class RoundTimes:
         drafts, draft_s = self._drafting
         draft_s = (draft_s + self.PRIOR_DRAFTS * prior_scale * prior.draft_s) / (drafts + self.PRIOR_DRAFTS)
         verify_s = tuple(max(base_s + scale * (y - prior.plain_s), 0.1 * mean_s) for y in prior.verify_s)
-        return SPSCurve(prior.batch_tokens, verify_s, float(draft_s))
+        request_s = prior.draft_request_s / prior.draft_s * float(draft_s) if prior.draft_s else 0.0
+        return SPSCurve(prior.batch_tokens, verify_s, float(draft_s), request_s)
 
 
 class DraftingGate:
@@ -143,19 +152,20 @@ class DraftingGate:
     FIRST_WAIT, LONGEST_WAIT = 8, 64
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
+        self._tokens = self._steps = 0.0
         self._wait = self._rounds_left = self.FIRST_WAIT
 
-    def opens(self, outlook: RoundOutlook) -> bool:
+    def opens(self, outlook: RoundOutlook, num_requests: int = 1) -> bool:
         """Decide about the next round.
 
         Args:
             outlook (`RoundOutlook`): The past, and the machine.
+            num_requests (`int`, *optional*, defaults to 1): R.
 
         Returns:
             `bool`: Whether to draft.
         """
-        if self._pays(outlook):
+        if self._pays(outlook, num_requests):
             self._wait = self._rounds_left = self.FIRST_WAIT
             return True
         if self._rounds_left > 0:
@@ -164,37 +174,43 @@ class DraftingGate:
         self._wait = self._rounds_left = min(2 * self._wait, self.LONGEST_WAIT)
         return True
 
-    def observe(self, record: RoundRecord, curve: SPSCurve) -> None:
+    def observe(self, records: Sequence[RoundRecord], curve: SPSCurve) -> None:
         """Learn from a round that drafted.
 
         Args:
-            record (`RoundRecord`): The round.
+            records (`Sequence[RoundRecord]` of length R): The round.
             curve (`SPSCurve`): Round times.
         """
-        seconds = curve.round_s(1 + record.verify_length)
-        self._tokens = self.DECAY * self._tokens + record.accepted_length
-        self._seconds = self.DECAY * self._seconds + seconds / curve.plain_s  # in plain steps: the machine may change
-        if record.accepted_length * curve.plain_s > seconds:  # a probe that paid is followed by another one
+        tokens = sum(record.accepted_length for record in records)
+        batch_tokens = sum(1 + record.verify_length for record in records)
+        # In plain steps, which bring R tokens: the machine may change, and requests come and go.
+        steps = curve.for_requests(len(records)).round_s(batch_tokens) / curve.verify(len(records))
+        self._tokens = self.DECAY * self._tokens + tokens / len(records)
+        self._steps = self.DECAY * self._steps + steps
+        if tokens > steps * len(records):  # a probe that paid is followed by another one
             self._wait, self._rounds_left = self.FIRST_WAIT, 0
 
-    def _pays(self, outlook: RoundOutlook) -> bool:
-        tokens, seconds = best_fixed_length(outlook)
-        tokens = self._tokens + self.PRIOR_ROUNDS * tokens
-        steps = self._seconds + self.PRIOR_ROUNDS * seconds / outlook.curve.plain_s
+    def _pays(self, outlook: RoundOutlook, num_requests: int) -> bool:
+        tokens, seconds = best_fixed_length(outlook, num_requests)
+        tokens = self._tokens + self.PRIOR_ROUNDS * tokens / num_requests
+        steps = self._steps + self.PRIOR_ROUNDS * seconds / outlook.curve.verify(num_requests)
         return tokens > self.TOLERANCE * steps
 
 
-def best_fixed_length(outlook: RoundOutlook) -> tuple[float, float]:
-    """Tokens and seconds of a round of one request, at the fixed number of drafts that is fastest by the past.
+def best_fixed_length(outlook: RoundOutlook, num_requests: int = 1) -> tuple[float, float]:
+    """Tokens and seconds of a round, at the fixed number of drafts that is fastest by the past.
 
     Args:
         outlook (`RoundOutlook`): The past, and the machine.
+        num_requests (`int`, *optional*, defaults to 1): R, with as many drafts each.
 
     Returns:
-        `tuple[float, float]`: expected tokens per round, bonus token included, and seconds of a round.
+        `tuple[float, float]`: expected tokens of all requests, bonus tokens included, and seconds of a round.
     """
-    tokens = 1 + np.cumsum(outlook.expected_survival)
-    seconds = outlook.curve.draft_s + outlook.curve.verify_table(2, 1 + len(tokens))
+    tokens = num_requests * (1 + np.cumsum(outlook.expected_survival))
+    batch_tokens = num_requests * (2 + np.arange(len(tokens)))
+    verify_s = outlook.curve.verify_table(int(batch_tokens[0]), int(batch_tokens[-1]))
+    seconds = outlook.curve.draft_s + verify_s[batch_tokens - batch_tokens[0]]
     best = int((tokens / seconds).argmax())
     return float(tokens[best]), float(seconds[best])
 

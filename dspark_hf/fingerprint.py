@@ -39,7 +39,7 @@ _DRAFT_FIELDS = (
 )
 
 
-def fingerprint(target: PreTrainedModel, draft: DSparkDraftModel) -> dict[str, Any]:
+def fingerprint(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int = 1) -> dict[str, Any]:
     """What round times depend on, in JSON's types: machine, threads, dtypes, kernels, and the shapes of both models.
 
     Of the versions only torch's is part of it, without its last number: kernels come from there.
@@ -47,6 +47,7 @@ def fingerprint(target: PreTrainedModel, draft: DSparkDraftModel) -> dict[str, A
     Args:
         target (`PreTrainedModel`): The model that generates.
         draft (`DSparkDraftModel`): Its draft.
+        num_requests (`int`, *optional*, defaults to 1): Most texts of a batch.
 
     Returns:
         `dict[str, Any]`
@@ -65,7 +66,7 @@ def fingerprint(target: PreTrainedModel, draft: DSparkDraftModel) -> dict[str, A
         | _present(draft.config, _DRAFT_FIELDS)
         | {"num_captured_layers": len(draft.config.target_layer_ids)},
         "torch": ".".join(torch.__version__.split(".")[:2]),
-    }
+    } | ({"num_requests": num_requests} if num_requests > 1 else {})
 
 
 def setup(target: PreTrainedModel, draft: DSparkDraftModel) -> tuple:

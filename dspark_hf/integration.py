@@ -7,6 +7,7 @@ without a DSpark draft to the original, untouched.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -113,11 +114,6 @@ def check_call(
             f"A DSpark draft works with greedy decoding and sampling, got generation mode {generation_mode.value!r} "
             f"(`num_beams`={generation_config.num_beams}). Use `num_beams=1`, or leave `assistant_model` away."
         )
-    if generation_config.num_return_sequences > 1:
-        raise NotImplementedError(
-            "DSpark generates one row at a time for now, got "
-            f"`num_return_sequences`={generation_config.num_return_sequences}. Call `generate` once per sequence."
-        )
     if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise ValueError(
             "`assistant_ensemble_weight` changes the text on purpose, and DSpark is lossless, got "
@@ -153,7 +149,9 @@ def _wrap_validation(original: Callable) -> Callable:
             check_call(self, draft, generation_mode, generation_config, generation_mode_kwargs)
             # What is left to check does not concern the assistant, whose vocabulary the original would compare.
             rest = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
-            return original(self, generation_mode, generation_config, rest)
+            config = copy.copy(generation_config)
+            config.num_return_sequences = 1  # other assistants cannot have more
+            return original(self, generation_mode, config, rest)
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return _validate_generation_mode

@@ -31,6 +31,7 @@ class RoundRecord:
         verify_s (`float`): Seconds of the target's forward pass.
         round_s (`float`): Seconds of the whole round.
         drafted (`bool`): Whether a block was drafted; `False` where drafting was left out because it does not pay.
+        request (`int`): Row of the batch. The seconds of a batch's round are shared equally among its rows.
     """
 
     anchor_id: int
@@ -43,6 +44,7 @@ class RoundRecord:
     verify_s: float = 0.0
     round_s: float = 0.0
     drafted: bool = True
+    request: int = 0
 
     @property
     def verify_length(self) -> int:

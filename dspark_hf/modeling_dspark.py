@@ -24,7 +24,7 @@ from . import checkpoints
 from .checkpoints.files import OLD_PREFIX, TensorFiles
 from .checkpoints.loading import check_copies, check_loaded, readable_errors
 from .configuration_dspark import DSparkConfig
-from .draft_cache import DraftCache
+from .draft_cache import DraftCache, block_mask
 from .heads import ConfidenceHead, build_sequential_head
 from .pairing import TargetBinding, bind
 
@@ -109,8 +109,9 @@ class DSparkAttention(nn.Module):
 
         Args:
             hidden_states (`torch.Tensor` of shape `(b, q, d)`): Normed block states.
-            context (`torch.Tensor` of shape `(b, c, d)`): Projected context (Eq 2), not normed again.
-            position_embeddings (`tuple`): cos and sin, each `(b, c + q, e)`.
+            context (`torch.Tensor` of shape `(b, c, d)`): Projected context (Eq 2), not normed again. With a cache
+                `(1, C, d)`: that of all requests, one after the other.
+            position_embeddings (`tuple`): cos and sin, each `(b, c + q, e)`; with a cache `(1, C + b * q, e)`.
             attention_mask (`torch.BoolTensor`, *optional*): `(b or 1, 1, q, keys)`, True = visible; `None`: the mask
                 of decoding, where every slot sees the whole context (or the window before the anchor) and the whole
                 block.
@@ -119,17 +120,15 @@ class DSparkAttention(nn.Module):
         Returns:
             `torch.Tensor` of shape `(b, q, d)`.
         """
-        b, q, _ = hidden_states.shape
-        inputs = torch.cat([context, hidden_states], dim=1)  # [b, c + q, d]
+        b, q, d = hidden_states.shape
+        inputs = torch.cat([context, hidden_states.reshape(context.shape[0], -1, d)], dim=1)  # [b, c + q, d]
         queries = self.q_norm(self.q_proj(hidden_states).view(b, q, -1, self.head_dim)).transpose(1, 2)
         keys, values = self._keys_and_values(inputs)
         queries, keys = apply_rope(queries, keys, *position_embeddings)
         if cache is not None:
             keys, values = cache.write(self.layer_idx, keys, values)
-        if attention_mask is None and self.sliding_window is not None:
-            # The window is counted from the anchor and does not move with the slot.
-            keys, values = keys[:, :, -(self.sliding_window + q) :], values[:, :, -(self.sliding_window + q) :]
-            attention_mask = self._causal_block_mask(q, keys)
+        if attention_mask is None:
+            keys, values, attention_mask = self._as_in_decoding(keys, values, q, cache)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         dropout = self.config.attention_dropout if self.training else 0.0
         outputs, _ = attention(
@@ -145,13 +144,17 @@ class DSparkAttention(nn.Module):
         values = values if self.v_norm is None else self.v_norm(values)
         return self.k_norm(projected).transpose(1, 2), values.transpose(1, 2)
 
-    def _causal_block_mask(self, q: int, keys: torch.Tensor) -> torch.Tensor | None:
-        """Sliding layers are causal inside the block unless the config says otherwise."""
-        if self.config.sliding_window_non_causal:
-            return None
-        num_keys = keys.shape[2]
-        mask = torch.ones(q, num_keys, dtype=torch.bool, device=keys.device)
-        return mask.tril(diagonal=num_keys - q)[None, None]
+    def _as_in_decoding(
+        self, keys: torch.Tensor, values: torch.Tensor, q: int, cache: DraftCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The keys and values that any request sees, and the mask over them."""
+        ends, window = cache.ends if cache is not None else [keys.shape[2]], self.sliding_window
+        if window is not None:  # what lies before every window is not touched
+            start = max(0, min(ends) - q - window)
+            keys, values, ends = keys[:, :, start:], values[:, :, start:], [end - start for end in ends]
+        # Sliding layers are causal inside the block unless the config says otherwise.
+        is_causal = window is not None and not self.config.sliding_window_non_causal
+        return keys, values, block_mask(ends, q, window, is_causal, keys.device)
 
 
 def apply_rope(
@@ -161,17 +164,19 @@ def apply_rope(
 
     Args:
         queries (`torch.Tensor` of shape `(b, heads, q, e)`): Queries.
-        keys (`torch.Tensor` of shape `(b, kv_heads, c + q, e)`): Keys.
-        cos (`torch.Tensor` of shape `(b, c + q, e)`): Cosines.
+        keys (`torch.Tensor` of shape `(b, kv_heads, c + q, e)`): Keys; `(1, kv_heads, C + b * q, e)` where requests
+            lie one after the other.
+        cos (`torch.Tensor` of shape `(b, c + q, e)`): Cosines, as many as keys.
         sin (`torch.Tensor` of shape `(b, c + q, e)`): Sines.
 
     Returns:
         `tuple`: rotated queries and keys.
     """
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    q = queries.shape[2]
-    queries = queries * cos[:, :, -q:] + rotate_half(queries) * sin[:, :, -q:]
-    return queries, keys * cos + rotate_half(keys) * sin
+    b, _, q, e = queries.shape
+    num_queries = b * q // cos.shape[0]  # per row of the positions
+    query_cos, query_sin = (part[:, -num_queries:].reshape(b, 1, q, e) for part in (cos, sin))
+    queries = queries * query_cos + rotate_half(queries) * query_sin
+    return queries, keys * cos.unsqueeze(1) + rotate_half(keys) * sin.unsqueeze(1)
 
 
 class DSparkMLP(nn.Module):
@@ -358,11 +363,14 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             noise_embeds (`torch.Tensor` of shape `(b, q, d)`): Target embeddings of the anchor and its masks.
             context_hidden_states (`torch.Tensor` of shape `(b, c, m * d)`):
                 Target hidden states of the context that `cache` does not hold yet, concatenated in the order of
-                `target_layer_ids`, strictly before the anchor; c may be 0.
-            position_ids (`torch.LongTensor` of shape `(b, c + q)`): Positions of the context, then of the block.
+                `target_layer_ids`, strictly before the anchor; c may be 0. With a cache `(1, C, m * d)`: that of all
+                requests, one after the other.
+            position_ids (`torch.LongTensor` of shape `(b, c + q)`): Positions of the context, then of the block; with
+                a cache `(1, C + b * q)`.
             attention_mask (`dict[str, torch.BoolTensor]`, *optional*):
                 Per layer type, `(b or 1, 1, q, c + q)`, True = visible. `None`: the mask of decoding one block.
-            cache (`DraftCache`, *optional*): Context of earlier rounds; takes this context in.
+            cache (`DraftCache`, *optional*):
+                Context of earlier rounds; takes this context in. [`DraftCache.begin`] says whose it is.
 
         Returns:
             `BaseModelOutput` with `last_hidden_state` of shape `(b, q, d)`, after the final norm (h_k).
@@ -374,7 +382,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
             mask = attention_mask[layer_type] if attention_mask is not None else None
             hidden_states = layer(hidden_states, context, position_embeddings, mask, cache)
         if cache is not None:
-            cache.commit(context.shape[1])
+            cache.commit()
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def base_logits(self, hidden: torch.Tensor, binding: TargetBinding) -> torch.Tensor:

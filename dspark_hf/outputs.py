@@ -40,57 +40,32 @@ class OutputLog:
         self.attentions = empty(generation_config.output_attentions)
         self.hidden_states = empty(generation_config.output_hidden_states)
 
-    def add(
-        self,
-        outputs: Any,
-        cache: Any,
-        raw_logits: torch.Tensor,
-        scores: torch.Tensor,
-        num_committed: int,
-        prefill: bool,
-    ) -> None:
-        """Append the entries of the tokens that one forward pass committed.
+    def add(self, raw_logits: torch.Tensor, scores: torch.Tensor, num_committed: int) -> None:
+        """Append the logits and scores of committed tokens.
 
         Args:
-            outputs (`ModelOutput`): The target's.
-            cache (`Cache`): The target's, whose layers say which keys plain generation would have had.
             raw_logits (`torch.Tensor` of shape `(1, n, V)`): Logits that tokens came from, n >= num_committed.
             scores (`torch.Tensor` of shape `(1, n, V)`): The same after the processors.
             num_committed (`int`): Tokens committed.
-            prefill (`bool`): Whether this was the prompt, whose one entry spans all its rows.
         """
         if self.scores is not None:
             self.scores += tuple(scores[:, i] for i in range(num_committed))
         if self.logits is not None:
             self.logits += tuple(raw_logits[:, i].float() for i in range(num_committed))
+
+    def add_layers(self, outputs: Any, cache: Any, num_committed: int, prefill: bool) -> None:
+        """Append the hidden states and attentions of the tokens that one forward pass committed.
+
+        Args:
+            outputs (`ModelOutput`): The target's.
+            cache (`Cache`): The target's, whose layers say which keys plain generation would have had.
+            num_committed (`int`): Tokens committed.
+            prefill (`bool`): Whether this was the prompt, whose one entry spans all its rows.
+        """
         if self.hidden_states is not None:
             self.hidden_states += _entries(outputs.hidden_states, num_committed, prefill)
         if self.attentions is not None:  # empty where the attention implementation has no weights to return
             self.attentions += _entries(outputs.attentions, num_committed, prefill, cache)
-
-    def finish(
-        self, sequences: torch.Tensor, cache: Any, cache_key: str, stats: AcceptanceStats
-    ) -> DSparkGenerateOutput:
-        """The output object of the call.
-
-        Args:
-            sequences (`torch.LongTensor` of shape `(1, s)`): Prompt and generated tokens.
-            cache (`Cache`): The target's, as plain generation would leave it.
-            cache_key (`str`): Name of the cache field in this transformers release.
-            stats (`AcceptanceStats`): The call's rounds.
-
-        Returns:
-            [`DSparkGenerateOutput`]
-        """
-        return DSparkGenerateOutput(
-            sequences=sequences,
-            scores=self.scores,
-            logits=self.logits,
-            attentions=self.attentions,
-            hidden_states=self.hidden_states,
-            acceptance_stats=stats,
-            **{cache_key: cache},
-        )
 
 
 def _entries(layers: tuple[torch.Tensor | None, ...], num_committed: int, prefill: bool, cache: Any = None) -> tuple:

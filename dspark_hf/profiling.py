@@ -91,19 +91,21 @@ class RoundTimeProfile:
             return a + weight * (b - a)
 
         verify_s = tuple(between(a, b) for a, b in zip(before.verify_s, after.verify_s, strict=True))
-        return SPSCurve(before.batch_tokens, verify_s, between(before.draft_s, after.draft_s))
+        request_s = between(before.draft_request_s, after.draft_request_s)
+        return SPSCurve(before.batch_tokens, verify_s, between(before.draft_s, after.draft_s), request_s)
 
-    def mismatch(self, target: PreTrainedModel, draft: DSparkDraftModel) -> str | None:
+    def mismatch(self, target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int = 1) -> str | None:
         """Why the profile does not hold for a pair on this machine, as it is set up now.
 
         Args:
             target (`PreTrainedModel`): The model that generates.
             draft (`DSparkDraftModel`): Its draft.
+            num_requests (`int`, *optional*, defaults to 1): Most texts of a batch, see [`profile_for`].
 
         Returns:
             `str`: the first field that differs, with both values; `None` where all are the same.
         """
-        theirs, ours = _flat(self.fingerprint), _flat(fingerprint(target, draft))
+        theirs, ours = _flat(self.fingerprint), _flat(fingerprint(target, draft, num_requests))
         for name in [*ours, *(name for name in theirs if name not in ours)]:
             if theirs.get(name) != ours.get(name):
                 return f"`{name}` is {theirs.get(name)!r} in the profile and {ours.get(name)!r} here"
@@ -123,6 +125,7 @@ class RoundTimeProfile:
                 "verify_s": list(measured.curve.verify_s),
                 "verify_spread_s": [list(spread) for spread in measured.verify_spread_s],
                 "draft_s": measured.curve.draft_s,
+                "draft_request_s": measured.curve.draft_request_s,
                 "draft_spread_s": list(measured.draft_spread_s),
             }
             for measured in self.measured
@@ -150,7 +153,12 @@ class RoundTimeProfile:
             measured = tuple(
                 MeasuredCurve(
                     context_length=int(item["context_length"]),
-                    curve=SPSCurve(tuple(item["batch_tokens"]), tuple(item["verify_s"]), item["draft_s"]),
+                    curve=SPSCurve(
+                        tuple(item["batch_tokens"]),
+                        tuple(item["verify_s"]),
+                        item["draft_s"],
+                        item.get("draft_request_s", 0.0),
+                    ),
                     verify_spread_s=tuple(_pair(spread) for spread in item["verify_spread_s"]),
                     draft_spread_s=_pair(item["draft_spread_s"]),
                     num_repeats=int(item["num_repeats"]),
@@ -200,6 +208,7 @@ def measure_profile(
     num_repeats: int = 7,
     budget_s: float | None = None,
     on_progress: Callable[[], None] | None = None,
+    num_requests: int = 1,
 ) -> RoundTimeProfile:
     """Measure the round times of a pair on this machine.
 
@@ -211,32 +220,35 @@ def measure_profile(
         num_repeats (`int`, *optional*, defaults to 7): Measurements behind each median.
         budget_s (`float`, *optional*): Seconds after which no further repeat is begun, once there are two.
         on_progress (`Callable`, *optional*): Called after each pass over the token counts, the warm-up included.
+        num_requests (`int`, *optional*, defaults to 1): Most texts of a batch.
 
     Returns:
         [`RoundTimeProfile`]
 
     Raises:
-        ValueError: If a length or the number of repeats is too small, target and draft do not fit, or the target's
-            cache cannot take tokens back.
-        NotImplementedError: If the target cannot have a DSpark draft.
+        ValueError: If a length or a number is too small, target and draft do not fit, or the target's cache cannot
+            take tokens back.
+        NotImplementedError: If the target cannot have a DSpark draft, or cannot run a batch.
+        MemoryError: If the batch does not fit into memory.
         RuntimeError: If the warm-up takes far more than the budget.
     """
-    measured = measure_curves(target, draft, context_lengths, num_repeats, budget_s, on_progress)
+    measured = measure_curves(target, draft, context_lengths, num_repeats, budget_s, on_progress, num_requests)
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return RoundTimeProfile(measured, fingerprint(target, draft), library_versions(), date)
+    return RoundTimeProfile(measured, fingerprint(target, draft, num_requests), library_versions(), date)
 
 
-def profile_path(target: PreTrainedModel, draft: DSparkDraftModel) -> Path:
+def profile_path(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int = 1) -> Path:
     """The file of a pair in the user's cache folder, one for each fingerprint.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
         draft (`DSparkDraftModel`): Its draft.
+        num_requests (`int`, *optional*, defaults to 1): Most texts of a batch.
 
     Returns:
         `pathlib.Path`: it need not exist.
     """
-    text = json.dumps(fingerprint(target, draft), sort_keys=True)
+    text = json.dumps(fingerprint(target, draft, num_requests), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return Path(hub_constants.HF_HOME) / "dspark_hf" / "profiles" / f"{digest}.json"
 
@@ -254,40 +266,46 @@ _answers: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakKeyDictionary] 
 _lock = threading.Lock()
 
 
-def profile_for(target: PreTrainedModel, draft: DSparkDraftModel, remaining_tokens: int) -> RoundTimeProfile | None:
+def profile_for(
+    target: PreTrainedModel, draft: DSparkDraftModel, remaining_tokens: int, num_requests: int = 1
+) -> RoundTimeProfile | None:
     """The profile of a pair on this machine, or `None`. Never raises; costs microseconds once the answer is known.
 
     The first of these that fits: `round_times.json` in the draft's own folder, the file in the user's cache folder
     ([`profile_path`]), a quick measurement of about three seconds, which goes to the cache folder. The measurement
     is made only for texts of 32 more tokens or longer, and not where the environment variable
-    `DSPARK_HF_AUTO_PROFILE` is "0", "false", "off" or "no".
+    `DSPARK_HF_AUTO_PROFILE` is "0", "false", "off" or "no". Batches have profiles of their own, for 2, 4, 8, ...
+    texts; that of the next larger number is taken.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
         draft (`DSparkDraftModel`): Its draft.
-        remaining_tokens (`int`): Most tokens that the call may still add.
+        remaining_tokens (`int`): Most tokens that the call may still add to a text.
+        num_requests (`int`, *optional*, defaults to 1): Texts of the batch.
 
     Returns:
         [`RoundTimeProfile`] or `None`
     """
     may_measure = remaining_tokens >= QUICK_MIN_TOKENS and _is_switched_on()
-    state = setup(target, draft)
+    num_requests = 1 << (num_requests - 1).bit_length()  # the next power of two
+    state = (num_requests, *setup(target, draft))
     answer = _known(target, draft, state, may_measure)
     if answer is None:
         with _lock:  # measurements at the same time would time each other
             answer = _known(target, draft, state, may_measure)
             if answer is None:
-                profile = _found(target, draft)
+                profile = _found(target, draft, num_requests)
                 is_final = profile is not None or may_measure
                 if profile is None and may_measure:
-                    profile = _measured(target, draft)
+                    profile = _measured(target, draft, num_requests)
                 answer = _Answer(state, profile, is_final)
-                _answers.setdefault(target, weakref.WeakKeyDictionary())[draft] = answer
+                answers = _answers.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
+                answers[num_requests] = answer
     return answer.profile
 
 
 def _known(target: PreTrainedModel, draft: DSparkDraftModel, state: tuple, may_measure: bool) -> _Answer | None:
-    answer = _answers.get(target, {}).get(draft)
+    answer = _answers.get(target, {}).get(draft, {}).get(state[0])
     if answer is None or answer.state != state or (may_measure and not answer.is_final):
         return None
     return answer
@@ -297,15 +315,15 @@ def _is_switched_on() -> bool:
     return os.environ.get(SWITCH, "1").strip().lower() not in ("0", "false", "off", "no")
 
 
-def _found(target: PreTrainedModel, draft: DSparkDraftModel) -> RoundTimeProfile | None:
+def _found(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int) -> RoundTimeProfile | None:
     """A profile on disk that fits; those that do not are warned of, once."""
-    places = [profile_path(target, draft)]
-    if draft.name_or_path and Path(draft.name_or_path).is_dir():
+    places = [profile_path(target, draft, num_requests)]
+    if num_requests == 1 and draft.name_or_path and Path(draft.name_or_path).is_dir():
         places.insert(0, Path(draft.name_or_path) / FILE_NAME)
     for path in places:
         try:
             profile = RoundTimeProfile.load(path)
-            reason = profile.mismatch(target, draft)
+            reason = profile.mismatch(target, draft, num_requests)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError) as error:
@@ -319,11 +337,12 @@ def _found(target: PreTrainedModel, draft: DSparkDraftModel) -> RoundTimeProfile
     return None
 
 
-def _measured(target: PreTrainedModel, draft: DSparkDraftModel) -> RoundTimeProfile | None:
+def _measured(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int) -> RoundTimeProfile | None:
     """The quick measurement. Whatever it fails of, generation can do without it."""
+    budget_s = QUICK_BUDGET_S * max(1.0, num_requests / 4)  # a pass of many texts takes its time
     try:
-        profile = measure_profile(target, draft, (QUICK_CONTEXT,), QUICK_REPEATS, QUICK_BUDGET_S)
-        path = profile_path(target, draft)
+        profile = measure_profile(target, draft, (QUICK_CONTEXT,), QUICK_REPEATS, budget_s, num_requests=num_requests)
+        path = profile_path(target, draft, num_requests)
     except Exception as error:
         logger.info(f"No round times: {type(target).__name__} could not be measured ({error!r}).")
         return None

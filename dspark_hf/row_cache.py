@@ -1,33 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target cache whose rows have lengths of their own, so that a finished row can be given to another prompt.
+"""A target cache whose rows have lengths of their own: texts advance at their own pace, end, and make room.
 
-Legend: R rows, h key-value heads, e head width.
+A row holds the tokens of one text from its first slot on, without padding and without holes: what a text takes back
+is overwritten by what comes next.
+
+Legend: R rows, h key-value heads, e head width, N packed tokens (see `packed_attention`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .packed_attention import PackedPass
 
 
 class RowCacheLayer(CacheLayerMixin):
-    """Keys and values of one layer; each forward adds one token per row, at that row's own length.
+    """Keys and values of one layer; a forward adds the packed tokens of a pass, each to the row of its text.
 
     Forwards see the whole buffer (the mask hides what lies behind a row's end), since a slice of it would be copied by
     every matmul; so the buffer grows in steps of `GRANULARITY` tokens and holds little more than the longest row.
-
-    Args:
-        lengths (`torch.LongTensor` of shape `(R,)`): Tokens per row; shared with, and advanced by, [`RowCache`].
     """
 
     is_sliding = False
-    GRANULARITY = 64
+    GRANULARITY = 32
 
-    def __init__(self, lengths: torch.Tensor):
+    def __init__(self) -> None:
         super().__init__()
-        self.lengths, self.capacity = lengths, 0
+        self.num_rows, self.capacity = 0, 0
+        self.current: PackedPass | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the buffers like given states.
@@ -36,68 +40,56 @@ class RowCacheLayer(CacheLayerMixin):
             key_states (`torch.Tensor` of shape `(*, h, *, e)`): Keys.
             value_states (`torch.Tensor` of shape `(*, h, *, e)`): Values.
         """
-        rows = self.lengths.shape[0]
-        self.keys = key_states.new_zeros(rows, key_states.shape[1], self.capacity, key_states.shape[3])
-        self.values = value_states.new_zeros(rows, value_states.shape[1], self.capacity, value_states.shape[3])
+        shape = (self.num_rows, key_states.shape[1], self.capacity)
+        self.keys = key_states.new_zeros(*shape, key_states.shape[3])
+        self.values = value_states.new_zeros(*shape, value_states.shape[3])
         self.is_initialized = True
 
-    def reserve(self, num_tokens: int) -> None:
-        """Make room.
+    def reserve(self, num_rows: int, num_tokens: int) -> None:
+        """Make room; nothing that is held is lost.
 
         Args:
+            num_rows (`int`): R.
             num_tokens (`int`): Tokens that the longest row must be able to hold.
         """
-        capacity = -(-num_tokens // self.GRANULARITY) * self.GRANULARITY
-        if capacity <= self.capacity:
-            return
-        if self.is_initialized:
-            padding = (0, 0, 0, capacity - self.capacity)
+        rows = max(0, num_rows - self.num_rows)
+        tokens = max(0, -(-num_tokens // self.GRANULARITY) * self.GRANULARITY - self.capacity)
+        if self.is_initialized and (rows or tokens):
+            padding = (0, 0, 0, tokens, 0, 0, 0, rows)
             self.keys = torch.nn.functional.pad(self.keys, padding)
             self.values = torch.nn.functional.pad(self.values, padding)
-        self.capacity = capacity
+        self.num_rows, self.capacity = self.num_rows + rows, self.capacity + tokens
 
-    def fill(self, rows: list[int], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Put prompts into rows, from the left.
-
-        Args:
-            rows (`list[int]`): Rows to overwrite.
-            keys (`torch.Tensor` of shape `(len(rows), h, s, e)`): Keys of the prompts, right-padded.
-            values (`torch.Tensor` of shape `(len(rows), h, s, e)`): Values.
-        """
-        self.reserve(keys.shape[2])
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        self.keys[rows, :, : keys.shape[2]] = keys
-        self.values[rows, :, : values.shape[2]] = values
-
-    def keep(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Drop all other rows.
+    def keep(self, rows: Sequence[int], num_tokens: int) -> None:
+        """Drop all other rows, and what no row that is left needs.
 
         Args:
-            rows (`torch.LongTensor`): Rows to keep, in their new order.
-            lengths (`torch.LongTensor`): Their shared length tensor.
+            rows (`Sequence[int]`): Rows to keep, in their new order.
+            num_tokens (`int`): Tokens of the longest of them.
         """
-        self.lengths = lengths
+        self.num_rows = len(rows)
+        self.capacity = min(self.capacity, -(-max(num_tokens, 1) // self.GRANULARITY) * self.GRANULARITY)
         if self.is_initialized:
-            self.keys, self.values = self.keys[rows], self.values[rows]
+            self.keys = self.keys[list(rows), :, : self.capacity].contiguous()
+            self.values = self.values[list(rows), :, : self.capacity].contiguous()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add one token per row.
+        """Add the packed tokens of the pass.
 
         Args:
-            key_states (`torch.Tensor` of shape `(R, h, 1, e)`): Keys.
-            value_states (`torch.Tensor` of shape `(R, h, 1, e)`): Values.
+            key_states (`torch.Tensor` of shape `(1, h, N, e)`): Keys.
+            value_states (`torch.Tensor` of shape `(1, h, N, e)`): Values.
 
         Returns:
             `tuple`: keys and values of shape `(R, h, capacity, e)`.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        rows = torch.arange(self.lengths.shape[0], device=self.lengths.device)
-        self.keys[rows, :, self.lengths] = key_states[:, :, 0]
-        self.values[rows, :, self.lengths] = value_states[:, :, 0]
+        rows, positions = self.current.cache_rows, self.current.positions
+        self.keys[rows, :, positions] = key_states[0].transpose(0, 1)
+        self.values[rows, :, positions] = value_states[0].transpose(0, 1)
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
@@ -112,12 +104,12 @@ class RowCacheLayer(CacheLayerMixin):
         return self.capacity, 0
 
     def get_seq_length(self) -> int:
-        """Tokens of the longest row.
+        """Tokens of the longest row before the pass.
 
         Returns:
             `int`
         """
-        return int(self.lengths.max())
+        return max(self.current.starts) if self.current is not None else 0
 
     def get_max_length(self) -> int:
         """No limit.
@@ -136,55 +128,55 @@ class RowCache(Cache):
     Args:
         num_layers (`int`): Layers.
         num_rows (`int`): R.
-        device (`torch.device` or `str`): Where the target runs.
     """
 
-    def __init__(self, num_layers: int, num_rows: int, device: torch.device | str):
-        self.lengths = torch.zeros(num_rows, dtype=torch.long, device=device)
-        super().__init__(layers=[RowCacheLayer(self.lengths) for _ in range(num_layers)])
+    def __init__(self, num_layers: int, num_rows: int):
+        self.lengths = [0] * num_rows
+        super().__init__(layers=[RowCacheLayer() for _ in range(num_layers)])
 
-    def fill(self, rows: list[int], prompts: DynamicCache) -> None:
-        """Take in prefilled prompts.
-
-        Args:
-            rows (`list[int]`): Rows to overwrite.
-            prompts (`DynamicCache`): Cache of a right-padded batch of prompts.
-        """
-        for layer, filled in zip(self.layers, prompts.layers, strict=True):
-            layer.fill(rows, filled.keys, filled.values)
-
-    def set_lengths(self, rows: list[int], lengths: list[int]) -> None:
-        """Say how many tokens rows hold.
+    def begin(self, rows: Sequence[int], counts: Sequence[int], device: torch.device) -> PackedPass:
+        """Announce a forward.
 
         Args:
-            rows (`list[int]`): Rows.
-            lengths (`list[int]`): Tokens of each; 0 forgets what a row held.
-        """
-        self.lengths[rows] = torch.tensor(lengths, device=self.lengths.device)
-
-    def begin_step(self) -> torch.Tensor:
-        """Announce a forward with one token per row.
+            rows (`Sequence[int]`): Rows that get tokens, each once.
+            counts (`Sequence[int]`): How many each.
+            device (`torch.device`): Of the target.
 
         Returns:
-            `torch.BoolTensor` of shape `(R, 1, 1, capacity)`: its attention mask, True = visible.
+            [`PackedPass`]
         """
-        longest = int(self.lengths.max())
+        starts = [self.lengths[row] for row in rows]
+        current = PackedPass(rows, starts, counts, device)
+        longest = max(*self.lengths, current.longest)
         for layer in self.layers:
-            layer.reserve(longest + 1)
-        at = torch.arange(self.layers[0].capacity, device=self.lengths.device)
-        return (at <= self.lengths[:, None])[:, None, None]
+            layer.reserve(len(self.lengths), longest)
+            layer.current = current
+        return current
 
-    def end_step(self) -> None:
-        """Count the token that the forward added to every row."""
-        self.lengths += 1
+    def commit(self, rows: Sequence[int], counts: Sequence[int]) -> None:
+        """Count tokens of the pass in; what follows them is taken back.
 
-    def keep(self, rows: list[int]) -> None:
+        Args:
+            rows (`Sequence[int]`): Rows.
+            counts (`Sequence[int]`): Tokens of each to keep.
+        """
+        for row, count in zip(rows, counts, strict=True):
+            self.lengths[row] += count
+
+    def add(self, num_rows: int) -> None:
+        """Make room for more texts, behind the present ones.
+
+        Args:
+            num_rows (`int`): How many.
+        """
+        self.lengths += [0] * num_rows
+
+    def keep(self, rows: Sequence[int]) -> None:
         """Drop all other rows.
 
         Args:
-            rows (`list[int]`): Rows to keep, in their new order.
+            rows (`Sequence[int]`): Rows to keep, in their new order.
         """
-        index = torch.tensor(rows, device=self.lengths.device)
-        self.lengths = self.lengths[index]
+        self.lengths = [self.lengths[row] for row in rows]
         for layer in self.layers:
-            layer.keep(index, self.lengths)
+            layer.keep(rows, max(self.lengths, default=0))

@@ -6,27 +6,17 @@ Throughput is what counts here, not latency, so no draft is used. Legend: R rows
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from torch import nn
+from transformers import PreTrainedModel
 
 from ._compat import CACHE_KEY
-from .modeling_dspark import eager_attention
+from .packed_attention import attention_packed, check_layers, packed_pass
 from .row_cache import RowCache
-
-
-# One query per row: grouped matmuls are several times faster on a CPU than its SDPA kernel on repeated heads.
-GROUPED_ATTENTION = "dspark_grouped"
-AttentionInterface.register(GROUPED_ATTENTION, eager_attention)
-# Without a mask of its own, an implementation is handed none, and would attend to the future. Never left away, since
-# `eager_attention` reads "no mask" as "everything is visible".
-AttentionMaskInterface.register(
-    GROUPED_ATTENTION, lambda *args, **kwargs: sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
-)
 
 
 @dataclass(frozen=True)
@@ -115,14 +105,14 @@ class RowGenerator:
     """Answers requests in R rows that are refilled as they end.
 
     Args:
-        target (`PreTrainedModel`): A decoder-only target with full attention; while [`run`] runs, its attention
-            implementation is [`GROUPED_ATTENTION`].
+        target (`PreTrainedModel`): A decoder-only target; while [`run`] runs, it attends by
+            [`packed_attention`].
         settings (`SamplingSettings`): How answers are sampled.
         eos_token_ids (`frozenset[int]`): Tokens that end an answer.
         num_rows (`int`, *optional*, defaults to 64): R.
 
     Raises:
-        NotImplementedError: If the target has other than full-attention layers.
+        NotImplementedError: If the target has other layers than those with full or sliding attention.
     """
 
     def __init__(
@@ -133,18 +123,13 @@ class RowGenerator:
         num_rows: int = 64,
     ):
         config = target.config.get_text_config(decoder=True)
-        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
-            raise NotImplementedError(
-                f"Answers are written in rows for full-attention targets only, got layers {sorted(kinds)} in "
-                f"{type(target).__name__}. Serve the target and pass the server's URL instead."
-            )
+        check_layers(target)
         self.target, self.settings, self.eos_token_ids = target, settings, eos_token_ids
         self.generator = torch.Generator(device=target.device).manual_seed(settings.seed)
-        self.cache = RowCache(config.num_hidden_layers, num_rows, target.device)
+        self.cache = RowCache(config.num_hidden_layers, num_rows)
         self.rows: list[RowRequest | None] = [None] * num_rows
         self.answers: list[list[int]] = [[] for _ in range(num_rows)]
-        self.current = torch.zeros(num_rows, 1, dtype=torch.long, device=target.device)
+        self.current = [0] * num_rows  # the last token of each row
 
     @torch.inference_mode()
     def run(self, requests: Iterable[RowRequest]) -> Iterator[RowAnswer]:
@@ -158,9 +143,7 @@ class RowGenerator:
         """
         waiting = iter(requests)
         exhausted = False
-        as_found = self.target.config._attn_implementation
-        self.target.set_attn_implementation(GROUPED_ATTENTION)
-        try:
+        with attention_packed(self.target):
             while True:
                 free = [row for row, request in enumerate(self.rows) if request is None]
                 if not exhausted and len(free) >= max(1, len(self.rows) // 12):
@@ -171,8 +154,6 @@ class RowGenerator:
                 if exhausted and len(active) <= 0.75 * len(self.rows):
                     self._shrink(active)
                 yield from self._step()
-        finally:
-            self.target.set_attn_implementation(as_found)
 
     def _admit(self, free: list[int], waiting: Iterator[RowRequest]) -> bool:
         """Prefill new prompts, all but their last token; False once there are none left."""
@@ -180,40 +161,32 @@ class RowGenerator:
         if not taken:
             return False
         rows = free[: len(taken)]
-        lengths = [len(request.prompt_ids) - 1 for request in taken]
-        if max(lengths) > 0:
-            ids = torch.zeros(len(taken), max(lengths), dtype=torch.long)
-            for index, request in enumerate(taken):
-                ids[index, : lengths[index]] = torch.tensor(request.prompt_ids[:-1])
-            prompts = DynamicCache()
-            causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=self.target.device).tril()
-            self.target.base_model(
-                input_ids=ids.to(self.target.device),
-                attention_mask=causal.expand(len(taken), 1, -1, -1),
-                use_cache=True,
-                **{CACHE_KEY: prompts},
-            )
-            self.cache.fill(rows, prompts)  # padding lies behind each prompt and is overwritten
-        self.cache.set_lengths(rows, lengths)
         for row, request in zip(rows, taken, strict=True):
             self.rows[row], self.answers[row] = request, []
-            self.current[row, 0] = request.prompt_ids[-1]
+            self.current[row], self.cache.lengths[row] = request.prompt_ids[-1], 0
+        longer = [row for row in rows if len(self.rows[row].prompt_ids) > 1]
+        if longer:
+            self._forward(self.target.base_model, longer, [self.rows[row].prompt_ids[:-1] for row in longer])
         return len(taken) == len(free)
 
+    def _forward(self, module: nn.Module, rows: Sequence[int], new_ids: Sequence[Sequence[int]]) -> Any:
+        """One pass over new tokens of rows, packed."""
+        current = self.cache.begin(rows, [len(ids) for ids in new_ids], self.target.device)
+        with packed_pass(current):
+            outputs = module(
+                input_ids=torch.tensor([[i for ids in new_ids for i in ids]], device=self.target.device),
+                position_ids=current.positions[None],
+                attention_mask=current.stand_in_mask,
+                use_cache=True,
+                **{CACHE_KEY: self.cache},
+            )
+        self.cache.commit(rows, current.counts)
+        return outputs
+
     def _step(self) -> Iterator[RowAnswer]:
-        mask = self.cache.begin_step()
-        positions = self.cache.lengths[:, None].clone()
-        outputs = self.target(
-            input_ids=self.current,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            **{CACHE_KEY: self.cache},
-        )
-        self.cache.end_step()
-        tokens = sample_rows(outputs.logits[:, -1], self.settings, self.generator)
-        self.current = tokens[:, None]
-        for row, token in enumerate(tokens.tolist()):
+        outputs = self._forward(self.target, range(len(self.rows)), [[token] for token in self.current])
+        self.current = sample_rows(outputs.logits[0], self.settings, self.generator).tolist()
+        for row, token in enumerate(self.current):
             request = self.rows[row]
             if request is None:
                 self.cache.lengths[row] = 0  # an idle row costs its slot, but does not grow
@@ -229,4 +202,4 @@ class RowGenerator:
         self.cache.keep(active)
         self.rows = [self.rows[row] for row in active]
         self.answers = [self.answers[row] for row in active]
-        self.current = self.current[active]
+        self.current = [self.current[row] for row in active]

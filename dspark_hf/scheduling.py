@@ -30,7 +30,9 @@ class SPSCurve:
     Args:
         batch_tokens (`tuple[int, ...]`): B at which the time is known, ascending, from 1 up.
         verify_s (`tuple[float, ...]`): Seconds of a verification pass of B tokens.
-        draft_s (`float`, *optional*, defaults to 0.0): Seconds of drafting, paid in every round that drafts.
+        draft_s (`float`, *optional*, defaults to 0.0):
+            Seconds of drafting for one request, paid in every round that drafts.
+        draft_request_s (`float`, *optional*, defaults to 0.0): Seconds that drafting for each further request adds.
 
     Raises:
         ValueError: If the points are not ascending, or a time is not positive and finite.
@@ -44,6 +46,7 @@ class SPSCurve:
     batch_tokens: tuple[int, ...]
     verify_s: tuple[float, ...]
     draft_s: float = 0.0
+    draft_request_s: float = 0.0
 
     def __post_init__(self) -> None:
         points = self.batch_tokens
@@ -55,8 +58,10 @@ class SPSCurve:
             )
         if not all(math.isfinite(seconds) and seconds > 0 for seconds in self.verify_s):
             raise ValueError(f"`verify_s` must be positive and finite, got {self.verify_s}.")
-        if not (math.isfinite(self.draft_s) and self.draft_s >= 0):
-            raise ValueError(f"`draft_s` must be >= 0 and finite, got {self.draft_s}.")
+        for name in ("draft_s", "draft_request_s"):
+            seconds = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds >= 0):
+                raise ValueError(f"`{name}` must be >= 0 and finite, got {seconds}.")
 
     @classmethod
     def linear(cls, slot_cost: float, draft_cost: float = 0.0) -> SPSCurve:
@@ -70,6 +75,20 @@ class SPSCurve:
             [`SPSCurve`]
         """
         return cls((1, 2), (1.0, 1.0 + slot_cost), draft_cost)
+
+    def for_requests(self, num_requests: int) -> SPSCurve:
+        """The curve of rounds of so many requests: the same verification, and all their drafting in `draft_s`.
+
+        Args:
+            num_requests (`int`): R.
+
+        Returns:
+            [`SPSCurve`]
+        """
+        if not self.draft_request_s:
+            return self
+        draft_s = self.draft_s + (num_requests - 1) * self.draft_request_s
+        return SPSCurve(self.batch_tokens, self.verify_s, draft_s)
 
     @property
     def plain_s(self) -> float:

@@ -7,6 +7,7 @@ anything after it (paper section 3.2.2, Appendix A).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -154,7 +155,8 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         may_skip: bool = False,
     ):
         self.scheduler = scheduler
-        self.history = AcceptanceHistory(num_slots, acceptance_prior)
+        self._new_history = functools.partial(AcceptanceHistory, num_slots, acceptance_prior)
+        self.histories = [self._new_history()]
         self._learn_times = learn_times
         self.use_curve(curve if curve is not None else UNMEASURED)
         self._gate = DraftingGate() if may_skip else None
@@ -177,13 +179,29 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         """
         self._times = RoundTimes(curve, self._learn_times)
 
+    def add_requests(self, num_requests: int) -> None:
+        """Follow more requests, behind the present ones; there is one from the start.
+
+        Args:
+            num_requests (`int`): How many.
+        """
+        self.histories += [self._new_history() for _ in range(num_requests)]
+
+    def keep_requests(self, requests: Sequence[int]) -> None:
+        """Forget all other requests.
+
+        Args:
+            requests (`Sequence[int]`): Requests to keep, in their new order.
+        """
+        self.histories = [self.histories[request] for request in requests]
+
     def worth_drafting(self) -> bool:
         """Whether to draft in the next round; asked once per round.
 
         Returns:
             `bool`
         """
-        return self._gate is None or self._gate.opens(self._outlook())
+        return self._gate is None or self._gate.opens(self._outlook(), len(self.histories))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
         """Whether to end the block before the last slot in `confidence`.
@@ -217,7 +235,8 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
             `torch.LongTensor` of shape `(R,)`, values 0 to g.
         """
         if self.needs_curve:  # a threshold is the user's, on the confidence as it is
-            confidence = self.history.corrected(confidence)
+            rows = zip(self.histories, confidence.split(1), strict=True)
+            confidence = torch.cat([history.corrected(row) for history, row in rows])
         return self.scheduler.verify_lengths(confidence, self._outlook())
 
     def stand_in_confidence(self, num_slots: int) -> torch.Tensor:
@@ -227,21 +246,26 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
             num_slots (`int`): g.
 
         Returns:
-            `torch.Tensor` of shape `(1, g)`, fp32.
+            `torch.Tensor` of shape `(R, g)`, fp32.
         """
-        return torch.tensor([self.history.conditional_acceptance[:num_slots]])
+        return torch.tensor([history.conditional_acceptance[:num_slots] for history in self.histories])
 
-    def observe(self, record: RoundRecord) -> None:
+    def observe(self, records: Sequence[RoundRecord]) -> None:
         """Learn from a finished round.
 
         Args:
-            record (`RoundRecord`): The round.
+            records (`Sequence[RoundRecord]` of length R): What became of each request.
         """
-        self._times.observe(record)
-        if record.drafted:
-            self.history.observe(record)
-            if self._gate is not None:
-                self._gate.observe(record, self.curve)
+        self._times.observe(records)
+        for history, record in zip(self.histories, records, strict=True):
+            if record.drafted:
+                history.observe(record)
+        if self._gate is not None and any(record.drafted for record in records):
+            self._gate.observe(records, self.curve)
 
     def _outlook(self) -> RoundOutlook:
-        return RoundOutlook(self.curve, mean_survival(self.history.conditional_acceptance))
+        survival = [mean_survival(history.conditional_acceptance) for history in self.histories]
+        return RoundOutlook(
+            self.curve.for_requests(len(survival)),
+            tuple(sum(slot) / len(survival) for slot in zip(*survival, strict=True)),
+        )

@@ -77,10 +77,13 @@ def test_chat_messages(target, draft, text):
     assert chat(draft)[-1]["role"] == "assistant"
 
 
-def test_a_batch_is_refused(target, draft, text):
-    generator = build(target, assistant_model=draft, batch_size=2)
-    with pytest.raises(NotImplementedError, match=r"one row at a time .* batch of 2"):
-        generator([text, text])
+def test_a_batch(target, draft, text):
+    def answers(**kwargs):
+        generator = build(target, **kwargs)
+        generator.tokenizer.pad_token_id, generator.tokenizer.padding_side = 0, "left"
+        return [answer[0]["generated_text"] for answer in generator([text, text[:3], text[2:]])]
+
+    assert answers(assistant_model=draft, batch_size=3) == answers()
 
 
 def test_sampled_pipeline(target, draft, text):

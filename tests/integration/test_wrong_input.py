@@ -139,26 +139,13 @@ def test_sampled_beams(target, draft):
     refused(target, draft, ValueError, "`num_beams`=3", num_puts=0, num_beams=3, do_sample=True)
 
 
-def test_several_sequences(target, draft):
-    message = refused(
-        target,
-        draft,
-        NotImplementedError,
-        "one row at a time .*`num_return_sequences`=2",
-        num_puts=0,
-        num_return_sequences=2,
-        do_sample=True,
-    )
-    assert_readable(message)
-
-
 @pytest.mark.parametrize("num_rows", [2, 3])
-def test_batch(target, draft, num_rows):
+def test_batch_for_one_streamer(target, draft, num_rows):
     message = refused(
         target,
         draft,
-        NotImplementedError,
-        f"batch of {num_rows}.* Loop over the rows",
+        ValueError,
+        f"a streamer for each row, got one StreamerSpy for {num_rows} rows. Pass `RowStreamer",
         prompt=PROMPT.repeat(num_rows, 1),
     )
     assert_readable(message)
@@ -166,7 +153,10 @@ def test_batch(target, draft, num_rows):
 
 def test_batch_of_embedded_prompts(target, draft):
     embeds = target.get_input_embeddings()(PROMPT).repeat(2, 1, 1)
-    with ForwardCounter(target) as forwards, pytest.raises(NotImplementedError, match="batch of 2"):
+    with (
+        ForwardCounter(target) as forwards,
+        pytest.raises(NotImplementedError, match="text inputs, and got .'inputs_embeds'"),
+    ):
         target.generate(inputs_embeds=embeds, assistant_model=draft, do_sample=False, max_new_tokens=4)
     assert forwards.count == 0
 

@@ -184,15 +184,9 @@ def experienced(criterion: AdaptiveConfidenceCriteria, seed: int) -> AdaptiveCon
     rng = random.Random(seed)
     for _ in range(rng.randint(0, 30)):
         num_drafts = rng.randint(0, 6)
-        criterion.observe(
-            record(
-                rng.randint(0, num_drafts),
-                [rng.random() for _ in range(6)],
-                num_drafts,
-                verify_s=0.01 + 0.002 * num_drafts * rng.random(),
-                draft_s=0.003,
-            )
-        )
+        seconds = {"verify_s": 0.01 + 0.002 * num_drafts * rng.random(), "draft_s": 0.003}
+        confidence = [rng.random() for _ in range(6)]
+        criterion.observe([record(rng.randint(0, num_drafts), confidence, num_drafts, **seconds)])
     return criterion
 
 

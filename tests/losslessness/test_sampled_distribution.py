@@ -227,11 +227,11 @@ def test_undo_of_temperature_in_q_is_noticed(monkeypatch):
     target, draft = sampling_pair(0.0, noise=0.8)
     right = DSparkCandidateGenerator.propose
 
-    def raw_q(self, input_ids):
-        proposal = right(self, input_ids)
+    def raw_q(self, texts, limits):
+        (proposal,) = right(self, texts, limits)
         if proposal.draft_logits is None:
-            return proposal
-        return DraftProposal(proposal.token_ids, proposal.draft_logits * 0.5, proposal.confidence)
+            return [proposal]
+        return [DraftProposal(proposal.token_ids, proposal.draft_logits * 0.5, proposal.confidence)]
 
     monkeypatch.setattr(DSparkCandidateGenerator, "propose", raw_q)
     text, _ = long_text(target, draft, 1_000, CONSTANT, temperature=0.5)
@@ -247,18 +247,18 @@ def test_a_cut_that_looks_ahead_is_noticed(monkeypatch, rule):
         draft.confidence_head.proj.weight[0, -VOCAB_SIZE:] = torch.tensor([9.0] * 6 + [-9.0] * 6)
     right = DSparkCandidateGenerator.propose
 
-    def cut(self, input_ids):
-        proposal = right(self, input_ids)
+    def cut(self, texts, limits):
+        (proposal,) = right(self, texts, limits)
         ids, length = proposal.token_ids, proposal.token_ids.shape[1]
         if not length:
-            return proposal
+            return [proposal]
         if rule == "own probability":
             own = proposal.draft_logits.softmax(-1).gather(-1, ids[..., None])[0, :, 0]
             length = int((own >= 0.15).long().cumprod(0).sum())
         else:  # slot k is sent only if slot k + 1, which has seen its token, is confident
             following = torch.tensor([*proposal.confidence[1:], 1.0])[:length]
             length = int((following >= 0.5).long().cumprod(0).sum())
-        return DraftProposal(ids[:, :length], proposal.draft_logits[:, :length], proposal.confidence)
+        return [DraftProposal(ids[:, :length], proposal.draft_logits[:, :length], proposal.confidence)]
 
     monkeypatch.setattr(DSparkCandidateGenerator, "propose", cut)
     text, _ = long_text(target, draft, 2_000, CONSTANT)

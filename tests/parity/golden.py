@@ -56,7 +56,7 @@ def check_block(folder: Path, target: PreTrainedModel, draft: DSparkDraftModel) 
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
     generator.add_context(states, prompt.shape[1], {})
-    proposal = generator.propose(text)
+    proposal = generator.propose([text])[0]
     assert torch.equal(proposal.token_ids, golden["draft_tokens"])
     if block.confidence_logits is not None:
         confidence = golden["confidence_logits"].sigmoid()

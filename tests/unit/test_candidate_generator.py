@@ -36,9 +36,9 @@ def test_block_follows_the_context_of_many_rounds():
         generator.add_context(tuple(layer[:, start:end] for layer in states), end - start, {})
         start = end
         if propose:
-            proposal = generator.propose(text[:, : end + 1])
+            proposal = generator.propose([text[:, : end + 1]])[0]
             assert torch.equal(proposal.token_ids, uncached_block(target, draft, text[:, : end + 1]).token_ids)
-            assert generator._cache.length == end
+            assert generator._cache.lengths == [end]
 
 
 @torch.no_grad()
@@ -50,7 +50,7 @@ def test_rows_of_rejected_drafts_are_no_context():
     generator = build(target, draft)
     generator.add_context(states, 6, {})  # the rows behind are of drafts that were rejected
     expected = uncached_block(target, draft, text[:, :7])
-    assert torch.equal(generator.propose(text[:, :7]).token_ids, expected.token_ids)
+    assert torch.equal(generator.propose([text[:, :7]])[0].token_ids, expected.token_ids)
 
 
 @torch.no_grad()
@@ -66,9 +66,9 @@ def test_left_padding_is_no_context(num_pads):
     states = hidden_states(target, padded[:, :-1], attention_mask=mask[:, :-1], position_ids=position_ids[:, :-1])
     generator = build(target, draft)
     generator.add_context(states, num_pads + 8, {"attention_mask": mask, "position_ids": position_ids})
-    proposal = generator.propose(padded)
+    proposal = generator.propose([padded])[0]
     assert torch.equal(proposal.token_ids, expected.token_ids)
-    assert generator._cache.length == 8
+    assert generator._cache.lengths == [8]
     torch.testing.assert_close(torch.tensor([proposal.confidence]), expected.confidence_logits.sigmoid())
 
 
@@ -82,14 +82,14 @@ def test_text_positions_come_first_in_multimodal_ones():
     generator = build(target, draft)
     positions = torch.stack([text_positions, *(torch.randint(0, 50, (1, 9)) for _ in range(3))])
     generator.add_context(states, 8, {"position_ids": positions})
-    proposal = generator.propose(text)
+    proposal = generator.propose([text])[0]
     expected = uncached_block(target, draft, text)
     torch.testing.assert_close(
         torch.tensor([proposal.confidence]), expected.confidence_logits.sigmoid(), atol=1e-5, rtol=1e-5
     )
     scrambled = build(target, draft)
     scrambled.add_context(states, 8, {"position_ids": positions.flip(0)})
-    assert scrambled.propose(text).confidence != pytest.approx(proposal.confidence, abs=1e-4)
+    assert scrambled.propose([text])[0].confidence != pytest.approx(proposal.confidence, abs=1e-4)
 
 
 @torch.no_grad()
@@ -105,7 +105,7 @@ def test_nothing_is_sent_after_an_eos():
         draft.generation_config.num_assistant_tokens_schedule = "constant"
         generator = DSparkCandidateGenerator(target, draft, config)
         generator.add_context(hidden_states(target, text[:, :-1]), 8, {})
-        proposal = generator.propose(text)
+        proposal = generator.propose([text])[0]
         assert proposal.token_ids[0].tolist() == chain[:expected]
         assert len(proposal.confidence) == 4, "the confidences of slots that were cut are recorded"
 
@@ -148,7 +148,7 @@ def test_criterion_follows_the_knobs():
     for generator in (greedy, sampling):
         assert generator.needs_curve
         generator.use_curve(SPSCurve((1, 5), (1.0, 2.0), 0.1))
-        generator.observe(slow)
+        generator.observe([slow])
     assert greedy.criterion.curve.plain_s > 5
     assert sampling.criterion.curve.plain_s == 1.0, "time must not steer the random stream"
     draft.generation_config.assistant_confidence_threshold = 0.25
@@ -173,10 +173,10 @@ def test_context_waits_while_drafting_does_not_pay():
             verify_lengths=lambda confidence: torch.tensor([confidence.shape[1]]),
         )
         generator.add_context(states, 6, {})
-        first = generator.propose(text[:, :7])
+        first = generator.propose([text[:, :7]])[0]
         assert (first.drafted, first.token_ids.shape[1]) == ((False, 0) if skip else (True, 4))
         generator.add_context(tuple(layer[:, 6:] for layer in states), 2, {})
-        proposals.append(generator.propose(text[:, :9]))
+        proposals.append(generator.propose([text[:, :9]])[0])
     assert torch.equal(proposals[0].token_ids, proposals[1].token_ids)
     assert proposals[0].confidence == pytest.approx(proposals[1].confidence, abs=1e-5)
 
@@ -190,7 +190,7 @@ def test_confidence_uses_the_calibrated_temperatures():
     def confidence() -> torch.Tensor:
         generator = build(target, draft)
         generator.add_context(hidden_states(target, text[:, :-1]), 5, {})
-        return torch.tensor(generator.propose(text).confidence)
+        return torch.tensor(generator.propose([text])[0].confidence)
 
     before = confidence()
     draft.config.confidence_temperatures = [0.5, 1.0, 2.0, 4.0]
@@ -205,7 +205,7 @@ def test_draft_without_confidence_head_learns_from_acceptance_alone():
     generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
     text = random_prompt(6)
     generator.add_context(hidden_states(target, text[:, :-1]), 5, {})
-    proposal = generator.propose(text)
+    proposal = generator.propose([text])[0]
     assert proposal.confidence == ()
     assert proposal.token_ids.shape == (1, 4)
 
@@ -219,11 +219,11 @@ def test_empty_proposal():
 def test_draft_cache_holds_all_but_the_anchor_after_each_round(monkeypatch):
     lengths, right = [], DSparkCandidateGenerator.propose
 
-    def spy(self, input_ids):
-        proposal = right(self, input_ids)
-        if self._saw_prompt and not self._context:
-            lengths.append((self._cache.length, input_ids.shape[1]))
-        return proposal
+    def spy(self, texts, limits):
+        proposals = right(self, texts, limits)
+        if self._saw_prompt and not self._requests[0].context:
+            lengths.append((self._cache.lengths[0], texts[0].shape[1]))
+        return proposals
 
     monkeypatch.setattr(DSparkCandidateGenerator, "propose", spy)
     target = tiny_target()

@@ -98,7 +98,7 @@ def test_times_are_learned_in_any_unit(cost):
     times = RoundTimes(SPSCurve.linear(0.05, 0.1), learn=True)
     for _ in range(300):
         n = rng.randint(0, 7)
-        times.observe(record(num_drafts=n, verify_s=0.02 * (1 + cost * n), draft_s=0.005))
+        times.observe([record(num_drafts=n, verify_s=0.02 * (1 + cost * n), draft_s=0.005)])
     assert slope(times) == pytest.approx(cost, rel=0.15)
     assert times.curve.plain_s == pytest.approx(0.02, rel=0.1)
     assert times.curve.draft_s == pytest.approx(0.005, rel=0.1)
@@ -110,14 +110,14 @@ def test_a_machine_that_changes_is_followed():
     for cost in (0.01, 0.3):
         for _ in range(200):
             n = rng.randint(0, 7)
-            times.observe(record(num_drafts=n, verify_s=0.02 * (1 + cost * n)))
+            times.observe([record(num_drafts=n, verify_s=0.02 * (1 + cost * n))])
         assert slope(times) == pytest.approx(cost, rel=0.15, abs=0.01)
 
 
 def test_equal_lengths_teach_the_unit_but_no_slope():
     times = RoundTimes(SPSCurve.linear(0.07), learn=True)
     for _ in range(100):
-        times.observe(record(num_drafts=4, verify_s=0.02 * 1.28))
+        times.observe([record(num_drafts=4, verify_s=0.02 * 1.28)])
     assert slope(times) == pytest.approx(0.07, rel=1e-3)
     assert times.curve.plain_s == pytest.approx(0.02, rel=1e-3)
 
@@ -127,7 +127,7 @@ def test_a_measured_shape_is_kept():
     prior = SPSCurve((1, 4, 5, 8), (1.0, 1.1, 2.0, 2.1), 0.2)
     times = RoundTimes(prior, learn=True)
     for i in range(200):
-        times.observe(record(num_drafts=i % 8, verify_s=2 * prior.verify(1 + i % 8), draft_s=0.4))
+        times.observe([record(num_drafts=i % 8, verify_s=2 * prior.verify(1 + i % 8), draft_s=0.4)])
     assert times.curve.verify_s == pytest.approx([2.0, 2.2, 4.0, 4.2], rel=1e-6)
     assert times.curve.draft_s == pytest.approx(0.4, rel=1e-6)
 
@@ -138,7 +138,7 @@ def test_one_stall_of_the_machine_hardly_counts():
         for i in range(60):
             n = 7 if i == 55 else rng.randint(0, 7)
             seconds = stall_s if i == 55 and stall_s else 0.02 * (1 + 0.1 * n)
-            times.observe(record(num_drafts=n, verify_s=seconds, draft_s=0.001))
+            times.observe([record(num_drafts=n, verify_s=seconds, draft_s=0.001)])
         return slope(times)
 
     assert after(60.0) == after(600.0), "a longer stall counts more"
@@ -148,14 +148,14 @@ def test_one_stall_of_the_machine_hardly_counts():
 def test_times_stay_possible():
     times = RoundTimes(SPSCurve.linear(0.05), learn=True)
     for i in range(100):  # shorter the more is sent, as noise can make it look
-        times.observe(record(num_drafts=i % 8, verify_s=0.02 - 0.002 * (i % 8)))
+        times.observe([record(num_drafts=i % 8, verify_s=0.02 - 0.002 * (i % 8))])
     assert slope(times) == 0.0
     times = RoundTimes(SPSCurve.linear(0.05), learn=True)
     for i in range(100):
-        times.observe(record(num_drafts=i % 8, verify_s=1e-6 + 0.01 * (i % 8)))
+        times.observe([record(num_drafts=i % 8, verify_s=1e-6 + 0.01 * (i % 8))])
     assert times.curve.plain_s > 0.0
     times = RoundTimes(SPSCurve.linear(0.05), learn=True)
-    times.observe(record())  # a clock that stands still
+    times.observe([record()])  # a clock that stands still
     assert times.curve == SPSCurve.linear(0.05)
 
 
@@ -163,7 +163,7 @@ def test_without_learn_the_clock_is_ignored():
     curve = SPSCurve((1, 8), (1.0, 2.0), 0.3)
     times = RoundTimes(curve, learn=False)
     for i in range(50):
-        times.observe(record(i % 4, verify_s=0.3 * (i % 5), draft_s=2.0))
+        times.observe([record(i % 4, verify_s=0.3 * (i % 5), draft_s=2.0)])
     assert times.curve == curve
 
 
@@ -185,7 +185,7 @@ def decisions(gate: DraftingGate, rounds: int, look: RoundOutlook, num_accepted:
     for _ in range(rounds):
         drafted.append(gate.opens(look))
         if drafted[-1]:
-            gate.observe(record(num_accepted, num_drafts), look.curve)
+            gate.observe([record(num_accepted, num_drafts)], look.curve)
     return drafted
 
 
@@ -212,7 +212,7 @@ def test_chance_does_not_close_the_gate():
     rng, gate, closed = random.Random(0), DraftingGate(), 0
     for _ in range(400):
         if gate.opens(outlook(0.5, 0.1)):
-            gate.observe(record(rng.randint(0, 1), 1), SPSCurve.linear(0.1, 0.2))
+            gate.observe([record(rng.randint(0, 1), 1)], SPSCurve.linear(0.1, 0.2))
         else:
             closed += 1
     assert closed < 40
@@ -235,6 +235,6 @@ def test_the_gate_knows_no_clock():
         for gate, look, seen in zip(gates, (slow, same), chosen, strict=True):
             seen.append(gate.opens(look))
             if seen[-1]:
-                gate.observe(record(num_accepted, 2), look.curve)
+                gate.observe([record(num_accepted, 2)], look.curve)
     assert chosen[0] == chosen[1]
     assert 5 < sum(chosen[0]) < 80

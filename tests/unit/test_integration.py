@@ -71,7 +71,6 @@ REFUSALS = [
     ({"prompt_lookup_num_tokens": 3}, ValueError, "`prompt_lookup_num_tokens` are two ways to draft"),
     ({"assistant_early_exit": 2}, ValueError, "(`assistant_early_exit`=2)"),
     ({"num_beams": 2}, ValueError, "got generation mode"),
-    ({"num_return_sequences": 2, "do_sample": True}, NotImplementedError, "got `num_return_sequences`=2"),
     ({"assistant_tokenizer": object(), "tokenizer": object()}, ValueError, "Do not pass `assistant_tokenizer`"),
     ({"synced_gpus": True}, NotImplementedError, "(`synced_gpus=True`)"),
     ({"use_cache": False}, ValueError, "DSpark needs a cache, got `use_cache=False`"),
@@ -96,14 +95,6 @@ def test_draft_of_another_target_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setattr(type(target), "forward", lambda *args, **kwargs: pytest.fail("the target ran"))
     with pytest.raises(ValueError, match="same `hidden_size`"):
         target.generate(random_prompt(4), max_new_tokens=4, assistant_model=draft)
-
-
-def test_batches_are_refused():
-    target = tiny_target()
-    with pytest.raises(NotImplementedError, match="got a batch of 2. Loop over the rows"):
-        target.generate(
-            random_prompt(4).expand(2, -1), do_sample=False, max_new_tokens=4, assistant_model=oracle_draft(target)
-        )
 
 
 def test_a_cache_that_cannot_take_tokens_back_is_refused():

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from dspark_hf import DSparkDraftModel, measuring
+from dspark_hf import DSparkDraftModel, measured_rounds
 from dspark_hf._compat import CACHE_KEY
 from dspark_hf.measuring import PATIENCE, batch_points, isotonic, measure_curves
 from tests.helpers import TARGET_KINDS, oracle_draft, random_draft, random_prompt, tiny_target
@@ -50,7 +50,7 @@ def pair():
 
 def run_clock(monkeypatch, pair, **kwargs):
     clock = Clock(*pair, **kwargs)
-    monkeypatch.setattr(measuring, "perf_counter", clock)
+    monkeypatch.setattr(measured_rounds, "perf_counter", clock)
     return clock
 
 

@@ -1,114 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of their own lengths: what is stored where, and what each row may see."""
+"""Rows of their own lengths: what is stored where, and what is forgotten."""
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 from dspark_hf.row_cache import RowCache, RowCacheLayer
 
 
+CPU = torch.device("cpu")
 HEADS, WIDTH = 2, 4
 
 
-def states(rows: int, tokens: int, value: float = 0.0) -> torch.Tensor:
-    """Distinct numbers, so that a misplaced token shows."""
-    return value + torch.arange(rows * HEADS * tokens * WIDTH, dtype=torch.float32).view(rows, HEADS, tokens, WIDTH)
+def states(*values: float) -> torch.Tensor:
+    """Packed states (1, h, N, e), one number per token."""
+    return torch.tensor(values, dtype=torch.float32)[None, None, :, None].expand(1, HEADS, -1, WIDTH).clone()
 
 
-def prompts(rows: int, tokens: int, value: float = 0.0) -> DynamicCache:
-    cache = DynamicCache()
-    for layer in range(2):
-        cache.update(states(rows, tokens, value + layer), states(rows, tokens, value + layer + 0.5), layer)
-    return cache
+def run(cache: RowCache, rows: list[int], tokens: list[list[float]], kept: list[int] | None = None):
+    """A pass: layer i stores the numbers + 100 i, their values are negative."""
+    counts = [len(own) for own in tokens]
+    cache.begin(rows, counts, CPU)
+    packed = states(*[value for own in tokens for value in own])
+    for layer in range(len(cache.layers)):
+        keys, values = cache.update(packed + 100 * layer, -packed - 100 * layer, layer)
+        assert torch.equal(keys, -values)
+    cache.commit(rows, counts if kept is None else kept)
+
+
+def held(cache: RowCache, layer: int = 0) -> list[list[float]]:
+    keys = cache.layers[layer].keys
+    assert torch.equal(keys, keys[:, :1, :, :1].expand_as(keys))
+    return [keys[row, 0, :length, 0].tolist() for row, length in enumerate(cache.lengths)]
 
 
 @pytest.fixture
 def cache():
-    """Rows of 5 and 3 tokens; row 1 is free."""
-    cache = RowCache(2, 3, "cpu")
-    cache.fill([0, 2], prompts(2, 5))
-    cache.set_lengths([0, 2], [5, 3])
+    cache = RowCache(2, 3)
+    run(cache, [0, 2], [[1, 2, 3], [21]])
     return cache
 
 
-def test_prompts_lie_in_their_rows(cache):
-    assert cache.lengths.tolist() == [5, 0, 3]
-    for index, layer in enumerate(cache.layers):
-        assert torch.equal(layer.keys[0, :, :5], states(2, 5, index)[0])
-        assert torch.equal(layer.keys[2, :, :3], states(2, 5, index)[1, :, :3])
-        assert torch.equal(layer.values[2, :, :3], states(2, 5, index + 0.5)[1, :, :3])
-        assert not layer.keys[1].any()
+def test_tokens_lie_in_the_rows_of_their_texts(cache):
+    assert (cache.lengths, held(cache), held(cache, 1)) == (
+        [3, 0, 1],
+        [[1, 2, 3], [], [21]],
+        [[101, 102, 103], [], [121]],
+    )
 
 
-def test_mask_shows_each_row_its_tokens_and_the_new_one(cache):
-    mask = cache.begin_step()
-    assert mask.shape == (3, 1, 1, 64)
-    assert mask.sum(dim=-1).flatten().tolist() == [6, 1, 4]
-    assert mask[0, 0, 0, :6].all()
-
-
-def test_each_row_grows_at_its_own_end(cache):
-    for step in range(2):
-        cache.begin_step()
-        new = states(3, 1, 100.0 * (step + 1))
-        for layer in range(2):
-            keys, values = cache.update(new + layer, new + layer + 0.5, layer)
-            assert keys.shape == values.shape == (3, HEADS, 64, WIDTH)
-            for row, end in enumerate((5, 0, 3)):
-                assert torch.equal(keys[row, :, end + step], new[row, :, 0] + layer)
-                assert torch.equal(values[row, :, end + step], new[row, :, 0] + layer + 0.5)
-        assert cache.lengths.tolist() == [5 + step, step, 3 + step]  # counted once the whole model has run
-        cache.end_step()
-    assert cache.lengths.tolist() == [7, 2, 5]
-    assert cache.get_seq_length() == 7
-    assert torch.equal(cache.layers[0].keys[0, :, :5], states(2, 5)[0])
+def test_each_row_grows_at_its_own_end_and_takes_back_what_was_not_kept(cache):
+    run(cache, [0, 1, 2], [[4, 5], [11, 12, 13], [22, 23]], kept=[1, 3, 0])
+    assert held(cache) == [[1, 2, 3, 4], [11, 12, 13], [21]]
+    run(cache, [2, 0], [[24], [6, 7]])
+    assert held(cache) == [[1, 2, 3, 4, 6, 7], [11, 12, 13], [21, 24]]
 
 
 def test_buffer_grows_in_steps_and_keeps_its_tokens(cache):
-    cache.lengths[0] = 64
-    mask = cache.begin_step()
-    assert mask.shape[-1] == 128
-    layer = cache.layers[0]
-    assert layer.keys.shape[2] == layer.capacity == 128
-    assert torch.equal(layer.keys[2, :, :3], states(2, 5)[1, :, :3])
-    layer.reserve(10)  # never shrinks
-    assert layer.capacity == 128
+    assert [layer.capacity for layer in cache.layers] == [32, 32]
+    run(cache, [2], [[float(i) for i in range(64)]])
+    assert cache.layers[1].keys.shape == (3, HEADS, 96, WIDTH)
+    assert held(cache)[0] == [1, 2, 3]
+    assert held(cache)[2] == [21, *range(64)]
 
 
-def test_refilled_row_forgets_what_it_held(cache):
-    cache.fill([0], prompts(1, 2, 900.0))
-    cache.set_lengths([0], [2])
-    assert cache.begin_step().sum(dim=-1).flatten().tolist() == [3, 1, 4]
-    assert torch.equal(cache.layers[1].keys[0, :, :2], states(1, 2, 901.0)[0])
+def test_memory_stays_close_to_the_longest_row(cache):
+    run(cache, [0], [[0.0] * 150])
+    assert cache.layers[0].capacity <= 1.25 * max(cache.lengths)
+    cache.keep([2, 1])
+    assert (cache.layers[0].capacity, cache.layers[0].keys.shape[:3]) == (32, (2, HEADS, 32))
 
 
-def test_rows_are_dropped_in_the_order_asked_for(cache):
+def test_rows_are_dropped_in_the_order_asked_for_and_new_ones_come_last(cache):
     cache.keep([2, 0])
-    assert cache.lengths.tolist() == [3, 5]
-    assert all(layer.lengths is cache.lengths for layer in cache.layers)
-    assert torch.equal(cache.layers[0].keys[0, :, :3], states(2, 5)[1, :, :3])
-    cache.begin_step()
-    for layer in range(2):
-        cache.update(states(2, 1, 500.0), states(2, 1, 500.0), layer)
-    cache.end_step()
-    assert cache.lengths.tolist() == [4, 6]
-    assert torch.equal(cache.layers[0].keys[0, :, 3], states(2, 1, 500.0)[0, :, 0])
+    assert held(cache) == [[21], [1, 2, 3]]
+    cache.add(2)
+    assert cache.lengths == [1, 3, 0, 0]
+    run(cache, [3, 0], [[31, 32], [22]])
+    assert held(cache, 1) == [[121, 122], [101, 102, 103], [], [131, 132]]
 
 
 def test_rows_are_dropped_before_anything_was_stored():
-    """Prompts of one token leave nothing to prefill."""
-    cache = RowCache(1, 4, "cpu")
-    cache.set_lengths([0, 1], [0, 0])
+    cache = RowCache(1, 4)
     cache.keep([0, 1])
-    assert cache.begin_step().shape == (2, 1, 1, 64)
-    keys, _ = cache.update(states(2, 1, 7.0), states(2, 1), 0)
-    assert torch.equal(keys[:, :, 0], states(2, 1, 7.0)[:, :, 0])
+    run(cache, [0, 1], [[1], [2]])
+    assert held(cache) == [[1], [2]]
 
 
 def test_sizes_that_transformers_asks_for(cache):
     layer = cache.layers[0]
     assert isinstance(layer, RowCacheLayer)
     assert layer.get_mask_sizes(1) == (layer.capacity, 0)
-    assert layer.get_seq_length() == 5
+    cache.begin([0, 2], [1, 1], CPU)
+    assert layer.get_seq_length() == 3
     assert layer.get_max_length() == layer.get_max_cache_shape() == -1

@@ -155,9 +155,19 @@ def test_abandoned_run_leaves_the_target_as_it_was():
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3", "qwen3_sliding"])
-def test_windowed_targets_are_refused(kind):
-    with pytest.raises(NotImplementedError, match=r"full-attention targets only, got layers .+ Serve the target"):
-        RowGenerator(tiny_target(kind), GREEDY, frozenset(), 2)
+def test_windowed_targets(kind):
+    target = tiny_target(kind)
+    wanted = requests([30, 3, 12])  # the windows are 8 wide
+    found = answers(target, wanted, 2)
+    for request in wanted:
+        assert list(found[request.key].token_ids) == plain_answer(target, request)
+
+
+def test_other_layers_are_refused():
+    target = tiny_target()
+    target.config.layer_types = ["full_attention", "linear_attention"] * 2
+    with pytest.raises(NotImplementedError, match=r"full or sliding attention, .+ has \['linear_attention'\]"):
+        RowGenerator(target, GREEDY, frozenset(), 2)
 
 
 # Sampling

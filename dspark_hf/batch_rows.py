@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch taken apart into texts that are generated each by its own rules, and put together again.
+
+Plain generation pads the prompts of a batch to one length, and its processors and criteria count the padding in. Here
+each row is a text without padding, with copies of those processors and criteria that count from where its own text
+begins, so that every row comes out as it would alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import MaxLengthCriteria, logits_process
+
+from .decoding_rows import Row
+
+
+# Attributes that hold a length counted from the start of a padded row.
+_LENGTHS = {
+    logits_process.MinLengthLogitsProcessor: "min_length",
+    logits_process.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
+    logits_process.ForcedEOSTokenLogitsProcessor: "max_length",
+    logits_process.ExponentialDecayLengthPenalty: "regulation_start",
+    logits_process.SuppressTokensAtBeginLogitsProcessor: "begin_index",
+    MaxLengthCriteria: "max_length",
+}
+
+
+class RowFactory:
+    """Makes the rows of a call.
+
+    Args:
+        processors (`LogitsProcessorList`): As `generate` prepared them for the batch.
+        stopping_criteria (`StoppingCriteriaList`): Likewise.
+        generation_config (`GenerationConfig`): The call's prepared config.
+        padded_length (`int`): Length of the padded prompts.
+
+    Raises:
+        NotImplementedError: If a processor works for one row only.
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        padded_length: int,
+    ):
+        self._processors, self._criteria = processors, stopping_criteria
+        self._config, self._padded_length = generation_config, padded_length
+
+    def alone(self, input_ids: torch.Tensor) -> Row:
+        """The one row of a call, padding and all, with the call's own processors.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, s)`): Prompt.
+
+        Returns:
+            [`Row`]
+        """
+        return Row(0, input_ids, self._processors, self._criteria, self._config.max_length, self._config)
+
+    def row(self, index: int, prompt: torch.Tensor) -> Row:
+        """One of several rows.
+
+        Args:
+            index (`int`): Its number.
+            prompt (`torch.LongTensor` of shape `(1, s)`): Prompt without padding.
+
+        Returns:
+            [`Row`]
+        """
+        if prompt.shape[1] == 0:
+            raise ValueError(
+                f"Every row must hold at least one token, got row {index} without any. Check its `attention_mask`, or "
+                "leave the row away."
+            )
+        shift = self._padded_length - prompt.shape[1]
+        processors = LogitsProcessorList(_own(processor, shift, index) for processor in self._processors)
+        criteria = StoppingCriteriaList(_own(criterion, shift, index) for criterion in self._criteria)
+        return Row(index, prompt, processors, criteria, self._config.max_length - shift, self._config)
+
+    def rows(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Row]:
+        """The rows of a batch.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(R, s)`): Padded prompts.
+            attention_mask (`torch.Tensor` of shape `(R, s)`, *optional*): 0 where there is padding.
+
+        Returns:
+            `list[Row]`
+
+        Raises:
+            ValueError: If a row holds no token.
+        """
+        kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        kept = kept[:, -input_ids.shape[1] :].to(input_ids.device).bool()
+        return [self.row(index, input_ids[index][kept[index]][None]) for index in range(len(input_ids))]
+
+
+def _own(rule: LogitsProcessor | StoppingCriteria, shift: int, index: int) -> LogitsProcessor | StoppingCriteria:
+    """A row's own version of a processor or criterion: the very same where nothing in it belongs to a row."""
+    if isinstance(rule, logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor):
+        raise NotImplementedError(
+            "DSpark applies `guidance_scale` to one row at a time, got a batch. Generate one row at a time."
+        )
+    if isinstance(rule, logits_process.SynthIDTextWatermarkLogitsProcessor):  # it remembers the text
+        return copy.deepcopy(rule)
+    if isinstance(rule, logits_process.PrefixConstrainedLogitsProcessor):
+        own, allowed = copy.copy(rule), rule._prefix_allowed_tokens_fn
+        own._prefix_allowed_tokens_fn = lambda _, ids: allowed(index, ids)
+        return own
+    if isinstance(rule, logits_process.RepetitionPenaltyLogitsProcessor):
+        return _penalty_without_padding(rule, shift)
+    name = _LENGTHS.get(type(rule))
+    if name is None or shift == 0:
+        return rule
+    own = copy.copy(rule)
+    setattr(own, name, getattr(own, name) - shift)
+    return own
+
+
+def _penalty_without_padding(
+    rule: logits_process.RepetitionPenaltyLogitsProcessor, shift: int
+) -> logits_process.RepetitionPenaltyLogitsProcessor:
+    """`generate` lets it ignore each row's padding, of which there is none here; a user's number counts it in."""
+    ignored = rule.prompt_ignore_length
+    own = copy.copy(rule)
+    own.prompt_ignore_length = max(0, ignored - shift) if isinstance(ignored, int) else None
+    return own
+
+
+def joined_sequences(input_ids: torch.Tensor, rows: Sequence[Row], pad_token_id: int) -> torch.Tensor:
+    """The texts as one tensor, with the prompts padded as they came and the answers padded on the right.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(R, s)`): Padded prompts.
+        rows (`Sequence[Row]` of length R): The texts.
+        pad_token_id (`int`): Padding.
+
+    Returns:
+        `torch.LongTensor` of shape `(R, s + longest answer)`.
+    """
+    answers = [row.new_ids.to(input_ids.device) for row in rows]
+    padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=pad_token_id)
+    return torch.cat([input_ids, padded], dim=1)
+
+
+def joined_entries(per_row: Sequence[tuple[torch.Tensor, ...] | None]) -> tuple[torch.Tensor, ...] | None:
+    """Scores or logits of all rows, token by token; zeros where a text has ended.
+
+    Args:
+        per_row (`Sequence[tuple[torch.Tensor]]` of length R): Per row an entry `(1, V)` for every token.
+
+    Returns:
+        `tuple[torch.Tensor]`, each `(R, V)`; `None` where none were asked for.
+    """
+    if per_row[0] is None:
+        return None
+    steps = max(map(len, per_row))
+    nothing = torch.zeros_like(per_row[0][0])
+    return tuple(torch.cat([entries[i] if i < len(entries) else nothing for entries in per_row]) for i in range(steps))
+
+
+class RowStreamer:
+    """Streams a batch: one streamer of transformers' for each row.
+
+    Args:
+        streamers (`Sequence[BaseStreamer]`): `TextIteratorStreamer`, `TextStreamer` or the like, in the order of rows.
+
+    Example:
+        >>> streamers = [TextIteratorStreamer(tokenizer, skip_prompt=True) for _ in prompts]  # doctest: +SKIP
+        >>> target.generate(**batch, assistant_model=draft, streamer=RowStreamer(streamers))  # doctest: +SKIP
+    """
+
+    def __init__(self, streamers: Sequence[Any]):
+        self._streamers = list(streamers)
+        self._open = set(range(len(self._streamers)))
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompts, which `generate` sends before the first token.
+
+        Args:
+            value (`torch.LongTensor` of shape `(R, s)`): Padded prompts.
+
+        Raises:
+            ValueError: If there are not as many streamers as rows.
+        """
+        if len(value) != len(self._streamers):
+            raise ValueError(f"`RowStreamer` needs one streamer for each of {len(value)} rows, got {len(self._open)}.")
+        for streamer, row in zip(self._streamers, value, strict=True):
+            streamer.put(row[None])
+
+    def put_row(self, row: Row, new_ids: torch.Tensor) -> None:
+        """Take new tokens of a row.
+
+        Args:
+            row ([`Row`]): The row.
+            new_ids (`torch.LongTensor` of shape `(1, n)`): New tokens.
+        """
+        self._streamers[row.index].put(new_ids[0])
+        if row.finished:
+            self._open.discard(row.index)
+            self._streamers[row.index].end()
+
+    def end(self) -> None:
+        """End the streams that are still open."""
+        for index in sorted(self._open):
+            self._streamers[index].end()
+        self._open.clear()
+
+
+def row_sink(streamer: Any, num_rows: int) -> Callable[[Row, torch.Tensor], None]:
+    """Where the tokens of a round go.
+
+    Args:
+        streamer (`BaseStreamer` or `RowStreamer`, *optional*): The call's.
+        num_rows (`int`): R.
+
+    Returns:
+        `Callable`: takes a row and its new tokens `(1, n)`.
+
+    Raises:
+        ValueError: If the streamer cannot take rows.
+    """
+    if streamer is None:
+        return lambda row, new_ids: None  # noqa: ARG005
+    if hasattr(streamer, "put_row"):
+        return lambda row, new_ids: streamer.put_row(row, new_ids.cpu())
+    if num_rows > 1:
+        raise ValueError(
+            f"A batch needs a streamer for each row, got one {type(streamer).__name__} for {num_rows} rows. Pass "
+            "`RowStreamer([...])` of dspark_hf."
+        )
+    return lambda row, new_ids: streamer.put(new_ids.cpu())  # noqa: ARG005

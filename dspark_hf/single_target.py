@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target's passes over one request, prepared by the target's own rules: any cache and any input.
+
+Legend: s text, k drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.utils import logging
+
+from ._compat import CACHE_KEY, QuantizedLayer
+from .candidate_generator import DSparkCandidateGenerator
+from .decoding_rows import Row, Verdict
+
+
+logger = logging.get_logger("transformers.dspark_hf.single_target")
+
+
+class SingleTarget:
+    """The target's side of one request.
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+        row (`Row`): The request.
+        generation_config (`GenerationConfig`): The call's prepared config.
+        model_kwargs (`dict[str, Any]`): Keyword arguments of the target's forward, as `generate` prepared them.
+
+    Raises:
+        NotImplementedError: If the target has a cache of its own kind.
+        ValueError: If the cache cannot take tokens back.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        row: Row,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ):
+        _check_cache(target, generation_config, model_kwargs)
+        self.row, self.target, self.config, self.model_kwargs = row, target, generation_config, model_kwargs
+
+    @property
+    def cache_for_user(self) -> Any:
+        """`Cache`: The target's, as plain generation would leave it."""
+        return self.model_kwargs[CACHE_KEY]
+
+    def use_generator(self, generator: DSparkCandidateGenerator) -> None:
+        """Hand the captured hidden states of every pass to the drafting half.
+
+        Args:
+            generator (`DSparkCandidateGenerator`): The call's.
+        """
+        self.generator = generator
+
+    def session(self) -> contextlib.AbstractContextManager[None]:
+        """What must hold while the target runs: nothing that it does not know of itself."""
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[None]:
+        """What must hold from the first round on."""
+        with _past_recording(self.model_kwargs[CACHE_KEY]), self.target._optimize_model_for_decode():
+            yield
+
+    @contextlib.contextmanager
+    def no_drafts_left_behind(self) -> Iterator[None]:
+        """A criterion or processor that raises leaves a user's cache without the round it broke off."""
+        cache = self.model_kwargs[CACHE_KEY]
+        length = int(cache.get_seq_length())
+        try:
+            yield
+        except BaseException:
+            cache.crop(min(0, length - int(cache.get_seq_length())))
+            raise
+
+    def prefill(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """The target over the prompt; what a user's cache already holds is not run again.
+
+        Args:
+            rows (`Sequence[Row]` of length 1): The request.
+
+        Returns:
+            `list[torch.Tensor]`: `(1, 1, V)`, the logits after the prompt.
+        """
+        if self.config.prefill_chunk_size is not None:
+            logger.warning_once(
+                "With `prefill_chunk_size` the draft sees the last chunk of the prompt only, and is accepted less."
+            )
+        overrides = self.generator.model_kwargs_overrides
+        outputs = self.target._prefill(rows[0].input_ids, self.config, {**self.model_kwargs, **overrides})
+        if not outputs[CACHE_KEY].is_croppable:
+            raise ValueError(
+                f"DSpark takes rejected tokens back out of the cache, which {type(outputs[CACHE_KEY]).__name__} of "
+                f"{type(self.target).__name__} does not allow. Use a dynamic cache, or plain generation for this "
+                "target."
+            )
+        self.generator.check_hidden_states(outputs.hidden_states)
+        self._outputs, self._num_drafts, self._is_prefill = outputs, 0, True
+        return [outputs.logits[:, -1:]]
+
+    def verify(self, draft_ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The target over the anchor and the drafts.
+
+        Args:
+            draft_ids (`Sequence[torch.LongTensor]` of length 1): `(1, k)`.
+
+        Returns:
+            `list[torch.Tensor]`: `(1, 1 + k, V)`.
+        """
+        (drafts,) = draft_ids
+        count = drafts.shape[1]
+        kwargs = _grow(self.target, {}, dict(self.model_kwargs), count) if count else self.model_kwargs
+        inputs = self.target.prepare_inputs_for_generation(
+            torch.cat([self.row.input_ids, drafts], dim=1),
+            next_sequence_length=1 + count,
+            is_first_iteration=False,
+            **kwargs,
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = 1 + count
+        outputs = self.target(**(inputs | self.generator.model_kwargs_overrides), return_dict=True)
+        if outputs.logits.device.type != "cpu":  # verification waits for the device anyway; here the wait is timed
+            torch.accelerator.synchronize(outputs.logits.device)
+        self._outputs, self._num_drafts, self._is_prefill = outputs, count, False
+        return [outputs.logits[:, -1 - count :]]
+
+    def commit(self, verdicts: Sequence[Verdict]) -> None:
+        """Bring cache, mask, positions and the draft's context up to date with what was committed.
+
+        Args:
+            verdicts (`Sequence[Verdict]` of length 1): The verdict on the drafts of the pass.
+        """
+        (verdict,) = verdicts
+        outputs, num_committed = self._outputs, verdict.new_ids.shape[1]
+        cache = outputs[CACHE_KEY]
+        self.row.log.add_layers(outputs, cache, num_committed, self._is_prefill)
+        # The last committed token is the next anchor: it is not in the cache yet, as after plain generation.
+        if not self._is_prefill:  # also with nothing to take back: windowed layers drop what left the window
+            cache.crop(num_committed - 1 - self._num_drafts)
+        self.model_kwargs = _grow(self.target, outputs, self.model_kwargs, num_committed)
+        if not self.row.finished:
+            num_tokens = _num_rows(outputs.hidden_states) if self._is_prefill else num_committed
+            self.generator.add_context(outputs.hidden_states, num_tokens, self.model_kwargs)
+
+    def keep(self, requests: Sequence[int]) -> None:
+        """Nothing to forget: with its one request the call ends.
+
+        Args:
+            requests (`Sequence[int]`): Not read.
+        """
+
+
+def _grow(target: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """Mask, positions and token types for `num_tokens` more tokens, by the target's own rule."""
+    token_types = model_kwargs.get("token_type_ids")
+    model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=num_tokens)
+    if token_types is not None:  # the library repeats the last n types instead of the last one n times
+        grown = token_types[:, -1:].expand(-1, num_tokens)
+        model_kwargs["token_type_ids"] = torch.cat([token_types, grown], dim=-1)
+    return model_kwargs
+
+
+def _num_rows(hidden_states: tuple[torch.Tensor, ...]) -> int:
+    return next(states.shape[1] for states in hidden_states if states is not None)
+
+
+@contextlib.contextmanager
+def _past_recording(cache: Any) -> Iterator[None]:
+    """Let windowed layers keep what a rollback needs, and leave a user's cache as it was."""
+    before = [(layer, layer.record_past) for layer in cache.layers if hasattr(layer, "record_past")]
+    cache.activate_past_recording()
+    try:
+        yield
+    finally:
+        for layer, record_past in before:
+            layer.record_past = record_past
+
+
+def _check_cache(target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    cache = model_kwargs.get(CACHE_KEY)
+    if cache is None:
+        raise NotImplementedError(
+            f"DSpark takes rejected tokens back out of the cache, and {type(target).__name__} has a cache of its own "
+            "kind. Use plain generation for this target."
+        )
+    # Recurrent layers know only after the prefill whether they can be cropped, all others know now.
+    is_recurrent = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    is_quantised = any(isinstance(layer, QuantizedLayer) for layer in cache.layers)
+    if is_quantised or not (cache.is_croppable or is_recurrent):
+        kind = generation_config.cache_implementation or type(cache).__name__
+        raise ValueError(
+            f"DSpark takes rejected tokens back out of the cache, which a cache of type {kind!r} does not allow. Use "
+            "a dynamic cache (the default)."
+        )
