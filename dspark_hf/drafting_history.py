@@ -148,7 +148,7 @@ class DraftingGate:
     # Long enough for chance not to close it: a round brings 1 token more or less than its mean, drafting a quarter.
     DECAY = 0.97
     PRIOR_ROUNDS = 8.0
-    TOLERANCE = 0.97  # a loss that is too small to be told from the machine's noise is no reason to stop
+    TOLERANCE = 0.94  # the mean of so few rounds is off by as much; stopping by chance costs more than a small loss
     FIRST_WAIT, LONGEST_WAIT = 8, 64
 
     def __init__(self) -> None:

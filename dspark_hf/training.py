@@ -58,6 +58,8 @@ class DSparkTrainingArguments(TrainingArguments):
     head_chunk_size: int = field(default=1024, metadata={"help": "Slots whose logits exist at once."})
 
     def __post_init__(self) -> None:
+        if not torch.accelerator.is_available():
+            self.dataloader_pin_memory = False  # pinned for nobody, and warned of in every run
         super().__post_init__()
         for name in ("num_anchors", "head_chunk_size"):
             if getattr(self, name) < 1:

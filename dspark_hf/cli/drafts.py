@@ -20,6 +20,7 @@ from .options import (
     Temperature,
     TopP,
     console,
+    errors,
     errors_in_words,
     load_target,
     progress_bar,
@@ -105,4 +106,5 @@ def train(
         model, tokenizer = load_target(target, dtype, device or str(arguments.device))
         _, figures = train_draft(model, tokenizer, data_arguments, draft_arguments, arguments)
     if arguments.process_index == 0:
+        errors.print(f"The draft is in {arguments.output_dir}.", highlight=False, soft_wrap=True)
         console.print_json(data=figures)

@@ -24,7 +24,7 @@ console = Console()
 errors = Console(stderr=True)
 
 Target = Annotated[
-    str | None, typer.Option("--target", help="Target model: Hub id or folder. Default: the default pair.")
+    str | None, typer.Option("--target", help="Target model: Hub id or folder. Default: that of the default pair.")
 ]
 Draft = Annotated[str | None, typer.Option("--draft", help="Its DSpark draft: Hub id or folder.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="Weights of both models: bfloat16, float16 or float32.")]
@@ -67,7 +67,7 @@ def errors_in_words() -> Iterator[None]:
     """Known errors end the command with their message and exit status 2, without a traceback."""
     try:
         yield
-    except (ValueError, TypeError, OSError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, NotImplementedError, RuntimeError, MemoryError) as error:
         errors.print(f"[bold red]Error:[/] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
 
@@ -94,12 +94,11 @@ def choose_device(name: str | None) -> str:
 
 
 def load_pair(target: str | None, draft: str | None, dtype: str, device: str | None) -> tuple:
-    """Target, draft and tokenizer; the default pair where none is named."""
+    """Target, draft and tokenizer; those of the default pair where none is named."""
     transformers.logging.disable_progress_bar()
-    if (target is None) != (draft is None):
-        given, missing = ("--target", "--draft") if draft is None else ("--draft", "--target")
-        raise ValueError(f"A draft fits one target only: `{given}` needs `{missing}` as well.")
-    if target is None:
+    if target is not None and draft is None:
+        raise ValueError("A draft fits one target only: `--target` needs `--draft` as well.")
+    if draft is None:
         return load_default_pair(dtype=parse_dtype(dtype), device=choose_device(device))
     model, tokenizer = load_target(target, dtype, device)
     draft_model = DSparkDraftModel.from_pretrained(draft, dtype=parse_dtype(dtype))

@@ -201,10 +201,10 @@ def test_useless_drafts_are_probed_ever_less():
 
 def test_drafting_ends_when_rounds_do_not_bring_what_the_past_promised():
     """Each round brings 1 token in 1.4 plain steps, eight pseudo-rounds promise 1.75 in 1.4. With a decayed count n of
-    rounds it ends where n + 14 < 0.97 * (1.4 * n + 11.2): from n = 8.8, the eleventh round."""
+    rounds it ends where n + 14 < 0.94 * (1.4 * n + 11.2): from n = 10.99, the fourteenth round."""
     drafted = decisions(DraftingGate(), 30, outlook(0.5, 0.25))
-    assert drafted[:11] == [True] * 11
-    assert not any(drafted[11:18])
+    assert drafted[:14] == [True] * 14
+    assert not any(drafted[14:22])
 
 
 def test_chance_does_not_close_the_gate():
@@ -238,3 +238,37 @@ def test_the_gate_knows_no_clock():
                 gate.observe([record(num_accepted, 2)], look.curve)
     assert chosen[0] == chosen[1]
     assert 5 < sum(chosen[0]) < 80
+
+
+def test_a_batch_is_judged_by_the_tokens_of_all():
+    """Two rows, one of which gains what the other loses: 4 tokens in 1.6 passes over two, which bring 2 each."""
+    curve = SPSCurve((2, 6), (1.0, 1.4), 0.2)
+    look = RoundOutlook(curve, (0.5, 0.25))
+    records = [record(2, 2), record(0, 2)]
+    gate = DraftingGate()
+    for _ in range(40):
+        assert gate.opens(look, 2)
+        gate.observe(records, curve)
+    gate = DraftingGate()
+    seen = []
+    for _ in range(40):
+        seen.append(gate.opens(look, 2))
+        gate.observe([records[1], records[1]], curve)
+    assert not all(seen)
+
+
+def test_fixed_length_of_a_batch():
+    """Two requests: 3, 3.5 tokens in 0.2 + 1.2, 0.2 + 1.4 seconds."""
+    curve = SPSCurve((2, 6), (1.0, 1.4), 0.2)
+    assert best_fixed_length(RoundOutlook(curve, (0.5, 0.25)), 2) == pytest.approx((3.5, 1.6))
+    assert best_fixed_length(RoundOutlook(curve, (0.5, 0.05)), 2) == pytest.approx((3.0, 1.4))
+
+
+def test_times_of_a_batch_are_those_of_its_pass():
+    """Each record holds its share; three rows with one draft each make a pass of six tokens."""
+    times = RoundTimes(SPSCurve((1, 6), (1.0, 2.0), 0.3, 0.1), learn=True)
+    for _ in range(60):
+        times.observe([record(1, 1, verify_s=4.0 / 3, draft_s=1.0 / 3)] * 3)
+    assert times.curve.verify(6) == pytest.approx(4.0, rel=0.02)
+    assert times.curve.for_requests(3).draft_s == pytest.approx(1.0, rel=0.1)
+    assert times.curve.draft_s == pytest.approx(0.6, rel=0.1)  # as the prior has it: 0.3 of 0.5

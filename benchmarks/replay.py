@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every way to choose the draft length on the same recorded rounds, without the noise of a clock.
+
+Records rounds of the default pair in which every slot is verified, and replays each text under each policy against a
+round-time curve, with the history, the correction and the gate that a call has. A timed benchmark of the same policies
+(`benchmarks/scheduling.py`) needs hours for differences that a replay shows in seconds.
+
+    python benchmarks/replay.py --prompts gsm8k.jsonl humaneval.jsonl mt-bench.jsonl --save-rounds rounds.json
+    python benchmarks/replay.py --rounds rounds.json --curve 1:0.064,2:0.069,3:0.074,4:0.076,6:0.079 --draft-s 0.009
+    python benchmarks/replay.py --rounds rounds.json --never-accepted    # a draft that is never right
+
+What it leaves out: a shorter block moves the next anchor, and with it the next block. Here a policy that stands at a
+token takes the block that was recorded there or last before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+import transformers
+
+import dspark_hf
+from dspark_hf import AdaptiveConfidenceCriteria, RoundRecord, RoundTimeProfile, SPSCurve, collect_rounds
+from dspark_hf.comparison import encode_prompt
+from dspark_hf.profiling import profile_for
+from dspark_hf.prompts import read_prompts
+from dspark_hf.scheduling import (
+    CapacityScheduler,
+    FixedScheduler,
+    LookaheadScheduler,
+    PrefixScheduler,
+    SearchScheduler,
+    ThresholdScheduler,
+)
+from dspark_hf.simulation import full_blocks
+
+
+Texts = dict[str, list[list[RoundRecord]]]  # of each file
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=Path, default=None, help="replay these, from --save-rounds")
+    parser.add_argument("--prompts", type=Path, nargs="*", default=[], help="prompt files to record")
+    parser.add_argument("--limit", type=int, default=16, help="prompts per file")
+    parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--save-rounds", type=Path, default=None)
+    parser.add_argument("--profile", type=Path, default=None, help="round times, from `dspark-hf profile`")
+    parser.add_argument("--curve", default=None, help="round times as tokens:seconds,...; default: this machine's")
+    parser.add_argument("--draft-s", type=float, default=0.0, help="seconds of drafting, with --curve")
+    parser.add_argument("--never-accepted", action="store_true", help="reject every draft, and learn from nothing")
+    arguments = parser.parse_args()
+    if (arguments.rounds is None) == (not arguments.prompts):
+        parser.error("Give either `--rounds` or `--prompts`.")
+    return arguments
+
+
+def record(arguments: argparse.Namespace) -> tuple[Texts, dict]:
+    """Rounds of whole blocks, and what a replay must know besides: prior and round times of this machine."""
+    transformers.logging.disable_progress_bar()
+    target, draft, tokenizer = dspark_hf.load_default_pair(dtype=getattr(torch, arguments.dtype))
+    profile = profile_for(target, draft, arguments.max_new_tokens)
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    texts: Texts = {}
+    for file in arguments.prompts:
+        for prompt in read_prompts(file)[: arguments.limit]:
+            inputs = encode_prompt(tokenizer, prompt.text)
+            with collect_rounds() as stats:
+                target.generate(
+                    **inputs, assistant_model=draft, do_sample=False, max_new_tokens=arguments.max_new_tokens
+                )
+            blocks = full_blocks(stats.rounds, draft.config.num_draft_slots)
+            texts.setdefault(file.stem, []).append(blocks)
+    curve = profile.curve(256) if profile is not None else None
+    return texts, {
+        "acceptance_prior": draft.config.acceptance_prior,
+        "curve": dataclasses.asdict(curve) if curve is not None else None,
+    }
+
+
+def save(texts: Texts, setting: dict, path: Path) -> None:
+    rounds = {name: [[dataclasses.asdict(r) for r in text] for text in own] for name, own in texts.items()}
+    path.write_text(json.dumps({"rounds": rounds, "setting": setting}))
+
+
+def load(path: Path) -> tuple[Texts, dict]:
+    values = json.loads(path.read_text())
+    texts = {
+        name: [
+            [
+                RoundRecord(**(r | {"token_ids": tuple(r["token_ids"]), "confidence": tuple(r["confidence"])}))
+                for r in text
+            ]
+            for text in own
+        ]
+        for name, own in values["rounds"].items()
+    }
+    return texts, values["setting"]
+
+
+def choose_curve(arguments: argparse.Namespace, setting: dict) -> SPSCurve:
+    if arguments.curve is not None:
+        points = [point.split(":") for point in arguments.curve.split(",")]
+        tokens, seconds = tuple(int(b) for b, _ in points), tuple(float(s) for _, s in points)
+        return SPSCurve(tokens, seconds, arguments.draft_s)
+    if arguments.profile is not None:
+        return RoundTimeProfile.load(arguments.profile).curve(256)
+    if setting["curve"] is None:
+        raise SystemExit("No round times were measured. Give `--curve` or `--profile`.")
+    return SPSCurve(**{name: tuple(v) if isinstance(v, list) else v for name, v in setting["curve"].items()})
+
+
+def replay(text: Sequence[RoundRecord], criterion: AdaptiveConfidenceCriteria, curve: SPSCurve) -> tuple[int, float]:
+    """Tokens and seconds of a text."""
+    ends = list(accumulate(own.num_accepted + 1 for own in text))
+    tokens, seconds = 0, 0.0
+    while tokens < ends[-1]:
+        own, length, drafts = text[bisect_right(ends, tokens)], 0, criterion.worth_drafting()
+        if drafts:
+            length = int(criterion.verify_lengths(torch.tensor([own.confidence])))
+        accepted = min(own.num_accepted, length)
+        verify_s, draft_s = curve.verify(1 + length), curve.draft_s if drafts else 0.0
+        times = {"draft_s": draft_s, "verify_s": verify_s, "round_s": draft_s + verify_s}
+        result = RoundRecord(own.anchor_id, own.token_ids[:length], own.confidence, accepted, 0, accepted + 1, **times)
+        criterion.observe([dataclasses.replace(result, drafted=drafts)])
+        tokens, seconds = tokens + accepted + 1, seconds + draft_s + verify_s
+    return tokens, seconds
+
+
+def policies(num_slots: int, prior: list[float] | None, curve: SPSCurve) -> dict[str, Callable]:
+    def make(scheduler, **options):
+        return lambda: AdaptiveConfidenceCriteria(scheduler(), num_slots, prior, curve, **options)
+
+    fixed = {f"fixed {n}": make(lambda n=n: FixedScheduler(n)) for n in range(1, num_slots + 1)}
+    return fixed | {
+        "threshold 0.5": make(lambda: ThresholdScheduler(0.5)),
+        "Algorithm 1": make(PrefixScheduler),
+        "capacity": make(CapacityScheduler),
+        "look-ahead": make(LookaheadScheduler),
+        "hardware, sampling": make(LookaheadScheduler, may_skip=True, learn_times=False),
+        "hardware, greedy": make(SearchScheduler, may_skip=True),
+    }
+
+
+def _rejected(record: RoundRecord) -> RoundRecord:
+    return dataclasses.replace(record, num_accepted=0, num_committed=1)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    texts, setting = record(arguments) if arguments.rounds is None else load(arguments.rounds)
+    if arguments.save_rounds is not None:
+        save(texts, setting, arguments.save_rounds)
+    curve, prior = choose_curve(arguments, setting), setting["acceptance_prior"]
+    if arguments.never_accepted:
+        texts = {
+            n: [[_rejected(r) for r in t for _ in range(1 + r.num_accepted)] for t in own] for n, own in texts.items()
+        }
+        prior = None
+    num_slots = next(len(r.confidence) for own in texts.values() for text in own for r in text)
+    times = ", ".join(f"{b}: {1e3 * s:.1f}" for b, s in zip(curve.batch_tokens, curve.verify_s, strict=True))
+    print(f"verification ms by tokens {times}; drafting {1e3 * curve.draft_s:.1f} ms")
+    print({name: f"{len(own)} texts, {sum(map(len, own))} rounds" for name, own in texts.items()}, "\n")
+    print("| policy | " + " | ".join(texts) + " | all |\n|---|" + "---:|" * (len(texts) + 1))
+    for name, make in policies(num_slots, prior, curve).items():
+        results = {domain: [replay(text, make(), curve) for text in own] for domain, own in texts.items()}
+        results["all"] = [result for own in results.values() for result in own]
+        ratios = [sum(t for t, _ in own) * curve.plain_s / sum(s for _, s in own) for own in results.values()]
+        print(f"| {name} | " + " | ".join(f"{ratio:.3f}" for ratio in ratios) + " |")
+
+
+if __name__ == "__main__":
+    main()
