@@ -20,8 +20,10 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What each script must print besides the accepted length, as a regular expression.
 EXPECTED = {
     "acceptance.py": r"(?m)^   0 +\d+ +[01]\.\d\d +[01]\.\d\d$",
+    "batch.py": r"accepted length \d\.\d\d, \d\.\d\d drafts sent per row and round(?s:.*)\d+ tokens for 6 questions",
     "calibrate.py": r"(?m)^   0 +\d+\.\d\d +\d\.\d{3} +\d\.\d{3}",
     "chat.py": r"user: Name three fruits\.\nassistant: .+(?s:.*)\[[1-9]\d* of \d+ prompt tokens cached",
+    "export.py": r"deepspec: refused\. .*reduced voc(?s:.*)speculators: .*dspark_sts\.json(?s:.*)same tokens: yes",
     "generate.py": r"--- plain, 12 tokens in(?s:.*)--- with the draft, 12 tokens in(?s:.*)same text: (yes|no)",
     "own_pair.py": r"draft: 5 slots, reads target layers \[1, 8, 14, 20, 27\]",
     "quantized_target.py": r"target: Linear8bitLt layers, \d+ MB",
@@ -32,6 +34,7 @@ EXPECTED = {
 }
 SHORT = {
     "calibrate.py": ["--num-answers", "5"],
+    "export.py": ["--repeats", "2"],
     "round_times.py": ["--repeats", "3"],
     "train_tiny.py": ["--num-answers", "8", "--max-steps", "3"],
 }
@@ -79,9 +82,10 @@ def test_example_runs(script, results):
     assert all(1 <= float(length) <= 6 for length in accepted_lengths)  # 5 slots and the bonus token
 
 
-def test_one_half_of_a_pair_is_refused(monkeypatch, capsys):
-    script = ROOT / "examples" / "own_pair.py"
-    monkeypatch.setattr(sys, "argv", [str(script), "only-a-target"])
+@pytest.mark.parametrize(("name", "arguments"), [("own_pair.py", []), ("export.py", ["--target"])])
+def test_one_half_of_a_pair_is_refused(name, arguments, monkeypatch, capsys):
+    script = ROOT / "examples" / name
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments, "only-a-target"])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(script), run_name="__main__")
     assert "give both, or neither" in capsys.readouterr().err

@@ -72,7 +72,43 @@ def test_python_blocks_run_one_after_the_other(capfd):
     assert namespace["output"].shape[1] - namespace["inputs"]["input_ids"].shape[1] <= 16
 
 
+def test_parts_come_in_the_order_of_a_readers_questions():
+    parts = (
+        "assistant_model=draft",
+        "(docs/assets/demo.png)",
+        "## Why",
+        "## Install",
+        "## Use",
+        "## Command line",
+        "## Measured",
+        "## When not to use it",
+        "## Supported",
+        "## Losslessness",
+        "## Documentation",
+        "## Licence and citation",
+        "eprint        = {2607.05147}",
+    )
+    places = [README.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+def test_first_use_is_short():
+    (first, *_) = fenced_blocks(README, "python")
+    assert len([line for line in first.splitlines() if line]) <= 12
+
+
+def test_extras_are_those_of_the_project():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    project = project[project.index("[project.optional-dependencies]") : project.index("[project.scripts]")]
+    extras = dict(re.findall(r"^(\w+) = (\[[^\]]*\])$", project, re.MULTILINE))
+    section = README[README.index("Extras go in brackets") : README.index("## Use")]
+    listed = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section, re.MULTILINE))
+    assert listed.keys() == extras.keys() - {"dev"}
+    for name, packages in listed.items():
+        assert packages.split(", ") == re.findall(r'"([\w-]+)', extras[name])
+
+
 def test_figures_stand_beside_their_command():
-    measured = README[README.index("## Measured") : README.index("## Supported")]
+    measured = README[README.index("## Measured") : README.index("## When not to use it")]
     assert measured.index("python benchmarks/scheduling.py") < measured.index("| policy |")
     assert "<!--" not in README
