@@ -24,6 +24,9 @@ def profile_command(
     context_lengths: Annotated[
         str, typer.Option("--context-lengths", "--context_lengths", help="Tokens of context, with commas: 128,1024.")
     ] = "256",
+    num_requests: Annotated[
+        int, typer.Option("--num-requests", "--num_requests", min=1, help="Texts of a batch; a power of two.")
+    ] = 1,
     repeats: Annotated[int, typer.Option("--repeats", min=2, help="Measurements per figure; medians are kept.")] = 15,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write. Default: where `generate` looks for it.")
@@ -32,15 +35,22 @@ def profile_command(
     """Measure how long rounds take on this machine; `generate` weighs drafts against these times."""
     with errors_in_words():
         lengths = _parse_lengths(context_lengths)
+        if num_requests & (num_requests - 1):  # `generate` looks for powers of two
+            raise ValueError(f"`--num-requests` must be a power of two, got {num_requests}. Take the next larger one.")
         with errors.status("Loading the models..."):
             model, draft_model, _ = load_pair(target, draft, dtype, device)
         with progress_bar() as progress:
             task = progress.add_task("Timing rounds", total=(repeats + 1) * len(set(lengths)))
             measured = measure_profile(
-                model, draft_model, lengths, repeats, on_progress=lambda: progress.advance(task)
+                model,
+                draft_model,
+                lengths,
+                repeats,
+                on_progress=lambda: progress.advance(task),
+                num_requests=num_requests,
             )
         _print_profile(measured)  # first: a folder that cannot be written does not cost the figures
-        path = output if output is not None else profile_path(model, draft_model)
+        path = output if output is not None else profile_path(model, draft_model, num_requests)
         measured.save(path)
     console.print(f"Written to {path}.", highlight=False, soft_wrap=True)
 
@@ -54,6 +64,7 @@ def _parse_lengths(text: str) -> list[int]:
 
 def _print_profile(profile: RoundTimeProfile) -> None:
     found = profile.fingerprint
+    num_requests = found.get("num_requests", 1)
     threads = f", {found['num_threads']} thread(s)" if found["num_threads"] is not None else ""
     console.print(f"{found['device']}{threads}, {found['dtype']}", highlight=False)
     headings = ("tokens\nverified", "verify\nms", "quartiles\nms", "drafting\nms", "round\nms", "plain\nsteps")
@@ -64,14 +75,15 @@ def _print_profile(profile: RoundTimeProfile) -> None:
         for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
         for b, verify_s, (low, high) in zip(curve.batch_tokens, curve.verify_s, measured.verify_spread_s, strict=True):
-            draft_s = curve.draft_s if b > 1 else 0.0  # a plain step drafts nothing
+            # A plain step drafts nothing.
+            draft_s = curve.for_requests(num_requests).draft_s if b > num_requests else 0.0
             table.add_row(
                 str(b),
                 f"{1000 * verify_s:.1f}",
                 f"{1000 * low:.1f}..{1000 * high:.1f}",
                 f"{1000 * draft_s:.1f}" if draft_s else "-",
                 f"{1000 * (draft_s + verify_s):.1f}",
-                f"{(draft_s + verify_s) / curve.plain_s:.2f}",
+                f"{(draft_s + verify_s) / curve.verify(num_requests):.2f}",
             )
         console.print(table)
         low, high = measured.draft_spread_s

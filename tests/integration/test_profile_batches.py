@@ -6,11 +6,30 @@ from __future__ import annotations
 import pytest
 import torch
 from huggingface_hub import constants as hub_constants
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
-from dspark_hf import RoundTimeProfile, SPSCurve, collect_rounds, decoding, measure_profile, measured_rounds, profiling
+from dspark_hf import (
+    DSparkDraftModel,
+    RoundTimeProfile,
+    SPSCurve,
+    collect_rounds,
+    decoding,
+    measure_profile,
+    measured_rounds,
+    profiling,
+)
+from dspark_hf.cli import app
 from dspark_hf.measuring import batch_points, measure_curves
 from dspark_hf.profiling import SWITCH, profile_for, profile_path
-from tests.helpers import oracle_draft, random_draft, random_prompt, spread_confidence, tiny_target
+from tests.helpers import (
+    character_tokenizer,
+    oracle_draft,
+    random_draft,
+    random_prompt,
+    spread_confidence,
+    tiny_target,
+)
 from tests.integration.support import ForwardCounter
 
 
@@ -114,3 +133,33 @@ def test_what_a_verified_token_costs_decides(monkeypatch, cost, sends):
         target.generate(prompts, assistant_model=draft, do_sample=False, max_new_tokens=40)
     assert (stats.mean_verify_length > 1.0) == sends
     assert sends or stats.mean_verify_length < 0.2
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    tiny_target().save_pretrained(folder / "target")
+    character_tokenizer().save_pretrained(folder / "target")
+    random_draft().save_pretrained(folder / "draft")
+    return ["--target", str(folder / "target"), "--draft", str(folder / "draft"), "--dtype", "float32"]
+
+
+@pytest.mark.usefixtures("switched_on")
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_command_writes_where_generate_looks(folders, num_requests):
+    options = ["--context-lengths", "8", "--repeats", "2", "--num-requests", str(num_requests)]
+    result = CliRunner().invoke(app, ["profile", *folders, *options])
+    assert result.exit_code == 0, result.output
+    target = AutoModelForCausalLM.from_pretrained(folders[1])
+    draft = DSparkDraftModel.from_pretrained(folders[3])
+    with ForwardCounter(target) as counter:
+        found = profile_for(target, draft, 64, num_requests)
+    assert counter.count == 0
+    assert [length for length, _ in found.curves] == [8]
+    assert found.curves[0][1].batch_tokens[-1] == 5 * num_requests
+
+
+def test_command_refuses_numbers_that_generate_does_not_look_for(folders):
+    result = CliRunner().invoke(app, ["profile", *folders, "--num-requests", "3"])
+    assert result.exit_code == 2
+    assert "must be a power of two, got 3" in result.output
