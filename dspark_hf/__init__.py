@@ -7,6 +7,7 @@ from .batching import generate_many
 from .candidate_generator import DraftProposal, DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
 from .default_pair import load_default_pair
+from .eagle3 import Eagle3Config, Eagle3DraftModel
 from .integration import disable, enable, is_enabled, register_auto_classes
 from .metrics import AcceptanceStats, RoundRecord, collect_rounds
 from .modeling_dspark import DSparkDraftModel, DSparkPreTrainedModel
@@ -28,6 +29,8 @@ __all__ = [
     "DSparkGenerateOutput",
     "DSparkPreTrainedModel",
     "DraftProposal",
+    "Eagle3Config",
+    "Eagle3DraftModel",
     "RoundRecord",
     "RoundTimeProfile",
     "RowStreamer",

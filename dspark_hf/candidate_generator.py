@@ -18,6 +18,14 @@ from transformers.generation import CandidateGenerator
 
 from ._compat import hidden_states_of
 from .draft_cache import DraftCache
+from .drafting_steps import (
+    captured_states,
+    check_hidden_states,
+    context_positions,
+    end_token_ids,
+    length_to_end,
+    over_target_vocabulary,
+)
 from .metrics import RoundRecord
 from .modeling_dspark import DSparkDraftModel
 from .processors import are_rowwise, mirrored
@@ -107,8 +115,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._requests = [_Request(mirrored(logits_processor or LogitsProcessorList()))]
         self._rowwise = are_rowwise(self._requests[0].processors)
         self._draft_token_ids = draft.draft_token_ids()
-        eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
-        self._eos_token_ids = frozenset(eos_token_id.flatten().tolist() if eos_token_id is not None else ())
+        self._end_ids = end_token_ids(generation_config)
         self._cache = DraftCache(draft.config.num_hidden_layers)
         self._saw_prompt = False
 
@@ -148,20 +155,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         Raises:
             ValueError: If they are missing, or not of shape `(1, tokens, d)`.
         """
-        ids, width = self.draft.config.target_layer_ids, self.draft.config.hidden_size
-        known = hidden_states or ()
-        captured = [known[i + 1] if i + 1 < len(known) else None for i in ids]
-        if any(states is None for states in captured):
-            raise ValueError(
-                f"{self._target_name} returned no hidden states for `target_layer_ids` {ids}, which DSpark drafts "
-                "need. Its forward must honour `output_hidden_states`."
-            )
-        for states in captured:
-            if states.ndim != 3 or states.shape[-1] != width:
-                raise ValueError(
-                    f"{self._target_name} returned hidden states of {states.ndim} dimensions and shape "
-                    f"{tuple(states.shape)}, and DSpark drafts read (1, tokens, {width}). This target cannot have one."
-                )
+        config = self.draft.config
+        check_hidden_states(
+            hidden_states, config.target_layer_ids, config.hidden_size, self._target_name, kind="DSpark"
+        )
 
     def add_context(
         self, hidden_states: tuple[torch.Tensor, ...], num_tokens: int, model_kwargs: dict[str, Any]
@@ -174,7 +171,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             model_kwargs (`dict[str, Any]`): The loop's, grown to the anchor: `position_ids`, `attention_mask`.
         """
         context = self._captured(hidden_states, num_tokens)
-        positions = self._positions(model_kwargs, num_tokens)
+        num_before = self._cache.lengths[0] + self._requests[0].num_waiting
+        positions = context_positions(model_kwargs, num_tokens, num_before, self.draft.device)
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not self._saw_prompt and mask.ndim == 2:  # a left-padded prompt
             keep = mask[0, -num_tokens - 1 : -1].bool().to(context.device)
@@ -184,9 +182,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _captured(self, hidden_states: tuple[torch.Tensor, ...], num_tokens: int) -> torch.Tensor:
         """The layers that the draft reads, side by side, [1, num_tokens, m * d]."""
-        where = {"device": self.draft.device, "dtype": self.draft.dtype}
-        layers = [hidden_states[i + 1][:, :num_tokens].to(**where) for i in self.draft.config.target_layer_ids]
-        return torch.cat(layers, dim=-1)
+        layer_ids, draft = self.draft.config.target_layer_ids, self.draft
+        return captured_states(hidden_states, layer_ids, num_tokens, draft.device, draft.dtype)
 
     def add_packed_context(
         self, hidden_states: tuple[torch.Tensor, ...], spans: Sequence[tuple[int, int, int]], starts: Sequence[int]
@@ -224,16 +221,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._cache.keep(requests)
         if self.criterion is not None:
             self.criterion.keep_requests(requests)
-
-    def _positions(self, model_kwargs: dict[str, Any], num_tokens: int) -> torch.Tensor:
-        """Positions of `num_tokens` context tokens and the anchor, [1, num_tokens + 1]."""
-        position_ids = model_kwargs.get("position_ids")
-        if position_ids is None:  # only differences matter to RoPE
-            start = self._cache.lengths[0] + self._requests[0].num_waiting
-            return torch.arange(start, start + num_tokens + 1, device=self.draft.device)[None]
-        if position_ids.ndim == 3:  # text positions come first, then the rows of multimodal RoPE
-            position_ids = position_ids[0]
-        return position_ids[:1, -num_tokens - 1 :].to(self.draft.device)
 
     def propose(self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None = None) -> list[DraftProposal]:
         """Draft the tokens after each request's anchor and cut them where going on does not pay.
@@ -360,25 +347,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 confidence = confidence * (slots < torch.tensor(limits, device=confidence.device)[:, None])
             chosen = self.criterion.verify_lengths(confidence).tolist()
             lengths = [min(pair) for pair in zip(chosen, limits, strict=True)]
-        if self._eos_token_ids:  # nothing is kept after an accepted EOS
-            for request, ids in enumerate(token_ids.tolist()):
-                for slot, token in enumerate(ids[: lengths[request]]):
-                    if token in self._eos_token_ids:
-                        lengths[request] = slot + 1
-                        break
+        if self._end_ids:
+            rows = zip(token_ids.tolist(), lengths, strict=True)
+            lengths = [length_to_end(ids[:length], self._end_ids) for ids, length in rows]
         return lengths
 
     def _to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         return ids if self._draft_token_ids is None else self._draft_token_ids[ids]
 
     def _over_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """Spread logits over the target's vocabulary; ids outside a reduced draft vocabulary get probability 0."""
-        vocab_size = self.draft.config.vocab_size
-        if logits.shape[-1] == vocab_size:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
-        full[..., self._draft_token_ids] = logits
-        return full
+        """[`over_target_vocabulary`] of the pair."""
+        return over_target_vocabulary(logits, self._draft_token_ids, self.draft.config.vocab_size)
 
     def observe(self, records: Sequence[RoundRecord]) -> None:
         """Let the criterion learn from a finished round.

@@ -24,6 +24,8 @@ from ._compat import CACHE_KEY
 from .batch_rows import RowFactory, joined_entries, joined_sequences, row_sink
 from .candidate_generator import DraftProposal, DSparkCandidateGenerator
 from .decoding_rows import Row, Verdict
+from .eagle3 import Eagle3CandidateGenerator, Eagle3DraftModel
+from .eagle3.candidate_generator import check_single_row
 from .metrics import AcceptanceStats, RoundRecord, active_collectors
 from .modeling_dspark import DSparkDraftModel
 from .outputs import DSparkGenerateOutput
@@ -80,6 +82,8 @@ def decode(
             rows = [factory.alone(input_ids)]
             passes = SingleTarget(target, rows[0], generation_config, model_kwargs)
         else:
+            if isinstance(assistant_model, Eagle3DraftModel):
+                check_single_row(len(input_ids), is_queued=queue is not None)
             check_batch(target, generation_config, model_kwargs)
             rows = factory.rows(input_ids, model_kwargs.get("attention_mask"))
             passes = PackedTarget(target, rows)
@@ -113,7 +117,7 @@ class _Loop:
     ):
         self.target, self.passes = target, passes
         self.rows = list(rows)  # the texts that have not ended
-        self.generator = DSparkCandidateGenerator(target, draft, generation_config, rows[0].processors)
+        self.generator = generator_for(target, draft, generation_config, rows[0].processors)
         self.generator.add_requests([row.processors for row in rows[1:]])
         passes.use_generator(self.generator)
         self._use_round_times(draft)
@@ -206,6 +210,27 @@ class _Loop:
             self.generator.add_requests([row.processors for row in rows])
             yield from self._prefill(rows)
             self._retire()
+
+
+def generator_for(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel | Eagle3DraftModel,
+    generation_config: GenerationConfig,
+    logits_processor: LogitsProcessorList | None,
+) -> DSparkCandidateGenerator | Eagle3CandidateGenerator:
+    """The drafting half of a round, by the kind of the draft.
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+        draft (`DSparkDraftModel` or `Eagle3DraftModel`): Its draft.
+        generation_config (`GenerationConfig`): The call's prepared config.
+        logits_processor (`LogitsProcessorList`, *optional*): The call's prepared processors.
+
+    Returns:
+        [`DSparkCandidateGenerator`] or [`Eagle3CandidateGenerator`]
+    """
+    kind = Eagle3CandidateGenerator if isinstance(draft, Eagle3DraftModel) else DSparkCandidateGenerator
+    return kind(target, draft, generation_config, logits_processor)
 
 
 def _record(

@@ -17,9 +17,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GenerationConfig
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.utils import logging
 
-from .candidate_generator import DSparkCandidateGenerator
 from .configuration_dspark import DSparkConfig
-from .decoding import decode
+from .decoding import decode, generator_for
+from .eagle3 import Eagle3Config, Eagle3DraftModel
+from .eagle3.candidate_generator import resolve_num_drafts
 from .modeling_dspark import DSparkDraftModel
 from .stopping_criteria import resolve_options
 
@@ -63,18 +64,19 @@ def is_enabled() -> bool:
 
 def register_auto_classes() -> None:
     """Let `AutoConfig` and `AutoModel` load drafts saved by this package; does nothing where the type is taken."""
-    model_type = DSparkConfig.model_type
-    if model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] is not DSparkConfig:
-        logger.warning_once(
-            f"transformers already knows a model type {model_type!r}; the Auto classes keep loading that one. Use "
-            "DSparkDraftModel.from_pretrained for drafts of this package."
-        )
-        return
-    AutoConfig.register(model_type, DSparkConfig, exist_ok=True)
-    AutoModel.register(DSparkConfig, DSparkDraftModel, exist_ok=True)
-    # Where `pipeline(assistant_model="folder")` looks for the class that a config names.
-    if not hasattr(transformers, DSparkDraftModel.__name__):
-        transformers.DSparkDraftModel = DSparkDraftModel
+    for config_class, model_class in ((DSparkConfig, DSparkDraftModel), (Eagle3Config, Eagle3DraftModel)):
+        model_type, name = config_class.model_type, model_class.__name__
+        if model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] is not config_class:
+            logger.warning_once(
+                f"transformers already knows a model type {model_type!r}; the Auto classes keep loading that one. Use "
+                f"{name}.from_pretrained for drafts of this package."
+            )
+            continue
+        AutoConfig.register(model_type, config_class, exist_ok=True)
+        AutoModel.register(config_class, model_class, exist_ok=True)
+        # Where `pipeline(assistant_model="folder")` looks for the class that a config names.
+        if not hasattr(transformers, name):
+            setattr(transformers, name, model_class)
 
 
 def check_call(
@@ -132,14 +134,15 @@ def check_call(
     if unloaded is not None:
         raise ValueError(
             f"The draft has no weights: {unloaded} is on the meta device. Load it with "
-            "DSparkDraftModel.from_pretrained."
+            f"{type(draft).__name__}.from_pretrained."
         )
     draft.bind_target(target)
-    resolve_options(draft.config, draft.generation_config, generation_config)
+    resolve = resolve_num_drafts if isinstance(draft, Eagle3DraftModel) else resolve_options
+    resolve(draft.config, draft.generation_config, generation_config)
 
 
 def _is_ours(assistant: Any) -> bool:
-    return isinstance(assistant, DSparkDraftModel) and is_enabled()
+    return isinstance(assistant, (DSparkDraftModel, Eagle3DraftModel)) and is_enabled()
 
 
 def _wrap_validation(original: Callable) -> Callable:
@@ -174,7 +177,7 @@ def _wrap_generator(original: Callable) -> Callable:
         draft = kwargs.get("assistant_model")
         if not _is_ours(draft):
             return original(self, *args, **kwargs)
-        return DSparkCandidateGenerator(self, draft, kwargs["generation_config"], kwargs.get("logits_processor"))
+        return generator_for(self, draft, kwargs["generation_config"], kwargs.get("logits_processor"))
 
     return _get_candidate_generator
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, StoppingCriteria
 
-from ._compat import LIBRARY_DEFAULTS
 from .configuration_dspark import DSparkConfig
 from .drafting_history import AcceptanceHistory, DraftingGate, RoundTimes
+from .drafting_steps import chosen_knob
 from .metrics import RoundRecord
 from .scheduling import (
     CapacityScheduler,
@@ -57,8 +57,7 @@ def resolve_options(
 ) -> DraftingOptions:
     """Read the knobs: the call's own values first, then the draft's `generation_config`, then the defaults.
 
-    transformers merges 20 tokens, threshold 0.4 and "constant" into every call, so those values in `call_config` are
-    nobody's choice and count as unset; on the draft's `generation_config` every value counts.
+    See [`chosen_knob`] for what counts as a choice.
 
     Args:
         config (`DSparkConfig`): The draft's configuration.
@@ -73,10 +72,7 @@ def resolve_options(
     """
 
     def chosen(name: str) -> Any:
-        call_value = getattr(call_config, name, None)
-        if call_value is not None and call_value != LIBRARY_DEFAULTS.get(name):
-            return call_value
-        return getattr(draft_generation_config, name, None)
+        return chosen_knob(name, draft_generation_config, call_config)
 
     num_tokens = chosen("num_assistant_tokens")
     threshold = chosen("assistant_confidence_threshold")

@@ -33,9 +33,11 @@ LAYERS = {
     },
     1: {"_compat", "versions", "configuration_dspark", "heads", "pairing", "modeling_dspark", "checkpoints"},
     2: {
+        "drafting_steps",
         "processors",
         "stopping_criteria",
         "candidate_generator",
+        "eagle3",
         "outputs",
         "decoding_rows",
         "batch_rows",

@@ -4,6 +4,7 @@
 All supported formats share the tensor names of our own, so only the configuration is translated. A format is told by
 what is in the config, never by a class name alone (two projects use the same one), and what a file leaves open is an
 error, never a guess: a wrong guess does not crash, it silently accepts nothing. `convert` writes the formats.
+Eagle3 drafts are only recognised here; `dspark_hf.eagle3` loads them.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..configuration_dspark import DSparkConfig
-from . import deepspec, deepspec_gemma4, dflash, speculators
+from . import deepspec, deepspec_gemma4, dflash, eagle3, speculators
 from .fields import OPEN_FIELDS, ConfigFile
 from .files import TensorFiles, hub_arguments
 from .refusals import refuse
+
+
+_READERS = (speculators, dflash, deepspec, deepspec_gemma4)
 
 
 def read_config(
@@ -80,10 +84,24 @@ def convert_config(config: dict[str, Any], source: str, stated: dict[str, Any] |
 def _read(file: ConfigFile) -> DSparkConfig:
     if file.fields.get("model_type") == DSparkConfig.model_type:
         return DSparkConfig.from_dict(file.fields)
-    for reader in (speculators, dflash, deepspec, deepspec_gemma4):
+    for reader in _READERS:
         if reader.matches(file.fields):
             return reader.to_config(file)
+    if eagle3.matches(file.fields):
+        raise ValueError(f"{file.source} is an Eagle3 draft. Load it with Eagle3DraftModel.from_pretrained.")
     raise refuse(file.fields, file.source)
+
+
+def is_dspark(config: dict[str, Any]) -> bool:
+    """Whether a config.json is a DSpark draft's, in any supported format.
+
+    Args:
+        config (`dict[str, Any]`): Contents of config.json.
+
+    Returns:
+        `bool`
+    """
+    return config.get("model_type") == DSparkConfig.model_type or any(reader.matches(config) for reader in _READERS)
 
 
 def read_embedding_sample(
@@ -104,4 +122,4 @@ def read_embedding_sample(
     return {i: row for i, row in rows.items() if torch.isfinite(row).all()}
 
 
-__all__ = ["OPEN_FIELDS", "convert_config", "hub_arguments", "read_config", "read_embedding_sample"]
+__all__ = ["OPEN_FIELDS", "convert_config", "hub_arguments", "is_dspark", "read_config", "read_embedding_sample"]

@@ -227,6 +227,8 @@ def test_draft_cache_holds_all_but_the_anchor_after_each_round(monkeypatch):
 
     monkeypatch.setattr(DSparkCandidateGenerator, "propose", spy)
     target = tiny_target()
-    target.generate(random_prompt(7), do_sample=False, max_new_tokens=20, assistant_model=oracle_draft(target))
+    draft = oracle_draft(target)
+    draft.generation_config.num_assistant_tokens_schedule = "constant"  # every round drafts
+    target.generate(random_prompt(7), do_sample=False, max_new_tokens=20, assistant_model=draft)
     assert len(lengths) > 3
     assert all(cached == text - 1 for cached, text in lengths)

@@ -140,7 +140,8 @@ REFUSALS = [
     ({"speculators_model_type": "eagle3"}, NotImplementedError, "speculators draft of type 'eagle3'"),
     ({"speculators_model_type": "mtp"}, NotImplementedError, "only 'dspark' and 'dflash' are supported"),
     ({"architectures": ["DeepseekV4DSparkModel"]}, NotImplementedError, "DeepSpec draft of class DeepseekV4DSpark"),
-    ({"architectures": ["Qwen3Eagle3Model"]}, NotImplementedError, "only Qwen3DSparkModel and Gemma4DSparkModel are"),
+    ({"architectures": ["Gemma4Eagle3Model"]}, NotImplementedError, "only Qwen3DSparkModel and Gemma4DSparkModel are"),
+    ({"architectures": ["Qwen3Eagle3Model"]}, ValueError, "Load it with Eagle3DraftModel.from_pretrained"),
     ({"architectures": ["DFlashDraftModel"]}, ValueError, "which several projects use"),
     ({"architectures": ["DSparkDraftModel"]}, ValueError, "which several projects use"),
     (

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every kind of draft does alike around its own passes: knobs, captured states, vocabularies, ends of text.
+
+Legend: c context tokens, k drafts, m captured layers, d hidden, V target vocabulary, D draft vocabulary (= V unless
+reduced).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from ._compat import LIBRARY_DEFAULTS
+
+
+def chosen_knob(name: str, draft_config: GenerationConfig, call_config: GenerationConfig | None) -> Any:
+    """A drafting knob: the call's own value, else that of the draft's `generation_config`.
+
+    transformers merges 20 tokens, threshold 0.4 and "constant" into every call, so those values of the call are
+    nobody's choice and count as unset; on the draft every value counts.
+
+    Args:
+        name (`str`): Name of the field.
+        draft_config (`GenerationConfig`): `draft.generation_config`.
+        call_config (`GenerationConfig`, *optional*): The call's merged config.
+
+    Returns:
+        The value, `None` where nobody chose one.
+    """
+    call_value = getattr(call_config, name, None)
+    if call_value is not None and call_value != LIBRARY_DEFAULTS.get(name):
+        return call_value
+    return getattr(draft_config, name, None)
+
+
+def end_token_ids(generation_config: GenerationConfig) -> frozenset[int]:
+    """The tokens that end a text of a call.
+
+    Args:
+        generation_config (`GenerationConfig`): The call's prepared config.
+
+    Returns:
+        `frozenset[int]`
+    """
+    eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
+    return frozenset(eos_token_id.flatten().tolist() if eos_token_id is not None else ())
+
+
+def length_to_end(token_ids: Sequence[int], end_ids: frozenset[int]) -> int:
+    """Drafts up to the first that ends the text: nothing is kept after an accepted one.
+
+    Args:
+        token_ids (`Sequence[int]`): Drafts.
+        end_ids (`frozenset[int]`): Tokens that end a text.
+
+    Returns:
+        `int`
+    """
+    return next((slot + 1 for slot, token in enumerate(token_ids) if token in end_ids), len(token_ids))
+
+
+def check_hidden_states(
+    hidden_states: tuple[torch.Tensor, ...] | None, layer_ids: Sequence[int], width: int, target: str, kind: str
+) -> None:
+    """Check that the target returned the hidden states a draft reads.
+
+    Args:
+        hidden_states (`tuple[torch.Tensor]`, *optional*): The target's, indexed by layer.
+        layer_ids (`Sequence[int]`): `target_layer_ids` of the draft.
+        width (`int`): d.
+        target (`str`): Name of the target's class.
+        kind (`str`): Kind of draft.
+
+    Raises:
+        ValueError: If they are missing, or not of shape `(1, tokens, d)`.
+    """
+    known = hidden_states or ()
+    captured = [known[i + 1] if i + 1 < len(known) else None for i in layer_ids]
+    if any(states is None for states in captured):
+        raise ValueError(
+            f"{target} returned no hidden states for `target_layer_ids` {list(layer_ids)}, which {kind} drafts need. "
+            "Its forward must honour `output_hidden_states`."
+        )
+    for states in captured:
+        if states.ndim != 3 or states.shape[-1] != width:
+            raise ValueError(
+                f"{target} returned hidden states of {states.ndim} dimensions and shape {tuple(states.shape)}, and "
+                f"{kind} drafts read (1, tokens, {width}). This target cannot have one."
+            )
+
+
+def captured_states(
+    hidden_states: tuple[torch.Tensor, ...],
+    layer_ids: Sequence[int],
+    num_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The layers that a draft reads, side by side.
+
+    Args:
+        hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; each `(1, >= num_tokens, d)`.
+        layer_ids (`Sequence[int]`): `target_layer_ids` of the draft.
+        num_tokens (`int`): Leading tokens to take.
+        device (`torch.device`): Of the draft.
+        dtype (`torch.dtype`): Of the draft.
+
+    Returns:
+        `torch.Tensor` of shape `(1, num_tokens, m * d)`.
+    """
+    return torch.cat([hidden_states[i + 1][:, :num_tokens].to(device, dtype) for i in layer_ids], dim=-1)
+
+
+def context_positions(
+    model_kwargs: dict[str, Any], num_tokens: int, num_before: int, device: torch.device
+) -> torch.Tensor:
+    """Positions of context tokens and of the anchor after them.
+
+    Args:
+        model_kwargs (`dict[str, Any]`): The loop's keyword arguments for the target, grown to the anchor.
+        num_tokens (`int`): c.
+        num_before (`int`): Context tokens before them, where the target has no positions: only differences matter.
+        device (`torch.device`): Of the draft.
+
+    Returns:
+        `torch.LongTensor` of shape `(1, c + 1)`.
+    """
+    position_ids = model_kwargs.get("position_ids")
+    if position_ids is None:
+        return torch.arange(num_before, num_before + num_tokens + 1, device=device)[None]
+    if position_ids.ndim == 3:  # text positions come first, then the rows of multimodal RoPE
+        position_ids = position_ids[0]
+    return position_ids[:1, -num_tokens - 1 :].to(device)
+
+
+def over_target_vocabulary(
+    logits: torch.Tensor, draft_token_ids: torch.Tensor | None, vocab_size: int
+) -> torch.Tensor:
+    """Spread logits over the target's vocabulary; ids outside a reduced draft vocabulary get probability 0.
+
+    Args:
+        logits (`torch.Tensor` of shape `(..., D)`): Over the draft vocabulary, or over the target's already.
+        draft_token_ids (`torch.LongTensor` of shape `(D,)`, *optional*): Target ids of a reduced vocabulary.
+        vocab_size (`int`): V.
+
+    Returns:
+        `torch.Tensor` of shape `(..., V)`.
+    """
+    if logits.shape[-1] == vocab_size:
+        return logits
+    full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+    full[..., draft_token_ids] = logits
+    return full
