@@ -23,6 +23,7 @@ EXPECTED = {
     "batch.py": r"accepted length \d\.\d\d, \d\.\d\d drafts sent per row and round(?s:.*)\d+ tokens for 6 questions",
     "calibrate.py": r"(?m)^   0 +\d+\.\d\d +\d\.\d{3} +\d\.\d{3}",
     "chat.py": r"user: Name three fruits\.\nassistant: .+(?s:.*)\[[1-9]\d* of \d+ prompt tokens cached",
+    "evaluate.py": r"builtin, dspark all slots: accepted length \d\.\d\d(?s:.*)dspark, greedy, speed-up: ",
     "export.py": r"deepspec: refused\. .*reduced voc(?s:.*)speculators: .*dspark_sts\.json(?s:.*)same tokens: yes",
     "generate.py": r"--- plain, 12 tokens in(?s:.*)--- with the draft, 12 tokens in(?s:.*)same text: (yes|no)",
     "own_pair.py": r"draft: 5 slots, reads target layers \[1, 8, 14, 20, 27\]",
@@ -34,6 +35,7 @@ EXPECTED = {
 }
 SHORT = {
     "calibrate.py": ["--num-answers", "5"],
+    "evaluate.py": ["--num-questions", "2"],
     "export.py": ["--repeats", "2"],
     "round_times.py": ["--repeats", "3"],
     "train_tiny.py": ["--num-answers", "8", "--max-steps", "3"],

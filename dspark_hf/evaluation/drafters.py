@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ways to draft that an evaluation sets side by side, and what each hands to `generate`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from ..default_pair import default_draft_path
+from ..eagle3 import Eagle3DraftModel
+from ..modeling_dspark import DSparkDraftModel
+from ..stopping_criteria import resolve_options
+
+
+PLAIN, PROMPT_LOOKUP, ASSISTANT, MTP, DFLASH, DRAFT = "plain", "prompt-lookup", "assistant", "mtp", "dflash", "draft"
+# Kind -> whether it needs a folder or Hub id; "draft" means the package's own where none is given.
+KINDS = {PLAIN: False, PROMPT_LOOKUP: False, ASSISTANT: True, MTP: False, DFLASH: True, DRAFT: False}
+TAKES_PATH = (ASSISTANT, DFLASH, DRAFT)
+LOOKUP_TOKENS = 10
+ALL_SLOTS = ("num_assistant_tokens_schedule", "constant")
+_DRAFTING = (DRAFT, ASSISTANT, DFLASH)
+# Knob -> what it takes, and the kinds that have it.
+KNOBS: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
+    "num_assistant_tokens": (int, _DRAFTING),
+    "assistant_confidence_threshold": (float, _DRAFTING),
+    "num_assistant_tokens_schedule": (str, _DRAFTING),
+    "prompt_lookup_num_tokens": (int, (PROMPT_LOOKUP,)),
+    "max_matching_ngram_size": (int, (PROMPT_LOOKUP,)),
+}
+# What transformers raises for a pair that does not fit is not of one type.
+UNFIT = (ValueError, NotImplementedError, RuntimeError, TypeError, AttributeError, KeyError, IndexError)
+Models = dict[tuple[str, str | None], PreTrainedModel]  # what is loaded already, by kind and path
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A row of the evaluation: a way to draft, before anything is loaded.
+
+    Args:
+        name (`str`): What it is called in the report.
+        kind (`str`): One of `KINDS`.
+        path (`str`, *optional*): Folder or Hub id of the model that drafts.
+        knobs (`tuple[tuple[str, Any], ...]`, *optional*, defaults to `()`): Knobs that differ from its own.
+    """
+
+    name: str
+    kind: str
+    path: str | None = None
+    knobs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedDrafter:
+    """A drafter that is ready, or the reason why it is not.
+
+    Args:
+        drafter (`Drafter`): What was asked for.
+        arguments (`dict[str, Any]`, *optional*): Further arguments of `generate`.
+        assistant (`PreTrainedModel`, *optional*): The model that drafts.
+        knobs (`GenerationConfig`, *optional*): The assistant's own, set before each call.
+        num_slots (`int`, *optional*): Slots of a block, of a draft that has blocks.
+        sends_every_slot (`bool`, *optional*, defaults to `False`): Whether no block is cut by schedule or threshold.
+        note (`str`, *optional*, defaults to `""`): A limit that the report states.
+        refusal (`str`, *optional*): Why it does not apply to the target.
+    """
+
+    drafter: Drafter
+    arguments: dict[str, Any] = field(default_factory=dict)
+    assistant: PreTrainedModel | None = None
+    knobs: GenerationConfig | None = None
+    num_slots: int | None = None
+    sends_every_slot: bool = False
+    note: str = ""
+    refusal: str | None = None
+
+    @property
+    def name(self) -> str:
+        """`str`: What it is called in the report."""
+        return self.drafter.name
+
+
+def parse_drafter(text: str) -> Drafter:
+    """Read a drafter from the command line: `[NAME=]KIND[:PATH][,KNOB=VALUE...]`.
+
+    Args:
+        text (`str`): Such as `"draft:my-draft"`, `"prompt-lookup,prompt_lookup_num_tokens=5"` or
+            `"all slots=draft:my-draft,num_assistant_tokens_schedule=constant"`.
+
+    Returns:
+        [`Drafter`]
+
+    Raises:
+        ValueError: If the kind or a knob is unknown, a value is malformed, or a path is missing or too much.
+
+    Example:
+        >>> parse_drafter("small=assistant:my-model,num_assistant_tokens=4")
+        Drafter(name='small', kind='assistant', path='my-model', knobs=(('num_assistant_tokens', 4),))
+    """
+    head, *knobs = text.split(",")
+    kind, _, path = head.partition(":")
+    name, named, kind = kind.rpartition("=")
+    kind, path = kind.strip(), path.strip() or None
+    if kind not in KINDS:
+        raise ValueError(
+            f"A drafter is `[NAME=]KIND[:PATH][,KNOB=VALUE...]` with a KIND of {', '.join(KINDS)}, got {text!r}."
+        )
+    if KINDS[kind] and path is None:
+        raise ValueError(f"The drafter {text!r} names no model. Write `{kind}:FOLDER` or `{kind}:HUB_ID`.")
+    if path is not None and kind not in TAKES_PATH:
+        raise ValueError(f"A drafter of the kind {kind} loads no model, got {path!r}. Leave the path away.")
+    if named and not name.strip():
+        raise ValueError(f"A drafter's name must not be empty, got {text!r}.")
+    default_name = f"{kind} {Path(path).name}" if path is not None else kind
+    return Drafter(name.strip() or default_name, kind, path, tuple(_parse_knob(kind, knob) for knob in knobs))
+
+
+def _parse_knob(kind: str, text: str) -> tuple[str, Any]:
+    name, _, value = (part.strip() for part in text.partition("="))
+    own = [knob for knob, (_, kinds) in KNOBS.items() if kind in kinds]
+    if name not in own:
+        raise ValueError(f"The knobs of a drafter of the kind {kind} are {', '.join(own) or 'none'}, got {text!r}.")
+    convert = KNOBS[name][0]
+    try:
+        return name, convert(value)
+    except ValueError as error:
+        raise ValueError(f"The knob `{name}` takes {convert.__name__}, got {value!r}.") from error
+
+
+def default_drafters(drafts: Sequence[str]) -> list[Drafter]:
+    """What is compared where nothing else is asked for: prompt lookup, and each draft with its own schedule and with
+    every slot sent (which the figures of its confidences need).
+
+    Args:
+        drafts (`Sequence[str]`): Folders or Hub ids; the package's own draft where there are none.
+
+    Returns:
+        `list[Drafter]`
+    """
+    found = [Drafter(PROMPT_LOOKUP, PROMPT_LOOKUP)]
+    for path in drafts or [None]:
+        name = Path(path).name if path is not None else "dspark"
+        found += [Drafter(name, DRAFT, path), Drafter(f"{name} all slots", DRAFT, path, (ALL_SLOTS,))]
+    return found
+
+
+def check_names(drafters: Sequence[Drafter]) -> list[Drafter]:
+    """Put plain generation first, which everything is compared with, and refuse two drafters of one name.
+
+    Args:
+        drafters (`Sequence[Drafter]`): The others, and plain generation if it was named.
+
+    Returns:
+        `list[Drafter]`
+
+    Raises:
+        ValueError: If two share a name, or there is nothing to compare.
+    """
+    ordered = [Drafter(PLAIN, PLAIN), *(drafter for drafter in drafters if drafter.kind != PLAIN)]
+    names = [drafter.name for drafter in ordered]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"Drafters must have different names, got {twice} more than once. Write `NAME=KIND...`.")
+    if len(ordered) == 1:
+        raise ValueError("An evaluation compares plain generation with at least one drafter, got none. Name one.")
+    return ordered
+
+
+def load_drafters(
+    drafters: Sequence[Drafter], target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> list[LoadedDrafter]:
+    """Load what drafts. One that does not apply to the target is kept, with the reason.
+
+    Args:
+        drafters (`Sequence[Drafter]`): Drafters; a model that several name is loaded once.
+        target (`PreTrainedModel`): The target.
+        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+
+    Returns:
+        `list[LoadedDrafter]`, in the same order.
+
+    Raises:
+        OSError: If a model cannot be found.
+    """
+    models: Models = {}
+    loaded = []
+    for drafter in drafters:
+        try:
+            loaded.append(_LOADERS[drafter.kind](drafter, target, tokenizer, models))
+        except OSError:  # a wrong path is no property of the pair
+            raise
+        except UNFIT as error:
+            loaded.append(LoadedDrafter(drafter, refusal=str(error)))
+    return loaded
+
+
+def load_own_draft(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Load a draft of any kind that this package decodes with, as its config says.
+
+    Args:
+        path (`str` or `Path`): Folder or Hub id.
+        dtype (`torch.dtype`): Of the weights.
+
+    Returns:
+        `PreTrainedModel`: in evaluation mode, for `generate(assistant_model=...)`.
+
+    Raises:
+        NotImplementedError: For a known limit of what is read.
+        ValueError: If the checkpoint cannot be read.
+        OSError: If there is none.
+    """
+    config, _ = PreTrainedConfig.get_config_dict(path)
+    words = [config.get("model_type"), config.get("speculators_model_type"), *(config.get("architectures") or ())]
+    is_eagle3 = any("eagle3" in str(word).lower() for word in words)
+    draft_class = Eagle3DraftModel if is_eagle3 else DSparkDraftModel
+    return draft_class.from_pretrained(path, dtype=dtype).eval()
+
+
+def _load_plain(
+    drafter: Drafter, _target: PreTrainedModel, _tokenizer: PreTrainedTokenizerBase, _models: Models
+) -> LoadedDrafter:
+    return LoadedDrafter(drafter)
+
+
+def _load_draft(
+    drafter: Drafter, target: PreTrainedModel, _tokenizer: PreTrainedTokenizerBase, models: Models
+) -> LoadedDrafter:
+    key = (DRAFT, drafter.path)
+    if key not in models:
+        path = drafter.path if drafter.path is not None else default_draft_path()
+        models[key] = load_own_draft(path, target.dtype).to(target.device)
+    draft = models[key]
+    draft.bind_target(target)  # raises where the two do not fit
+    knobs, num_slots, sends_every_slot = _knobs(draft, drafter), None, False
+    if isinstance(draft, DSparkDraftModel):
+        options, num_slots = resolve_options(draft.config, knobs), draft.config.num_draft_slots
+        is_cut = options.confidence_threshold or options.num_assistant_tokens < num_slots
+        sends_every_slot = options.schedule == "constant" and not is_cut
+    return LoadedDrafter(
+        drafter, {"assistant_model": draft}, draft, knobs, num_slots=num_slots, sends_every_slot=sends_every_slot
+    )
+
+
+def _load_lookup(
+    drafter: Drafter, _target: PreTrainedModel, _tokenizer: PreTrainedTokenizerBase, _models: Models
+) -> LoadedDrafter:
+    return LoadedDrafter(drafter, {"prompt_lookup_num_tokens": LOOKUP_TOKENS} | dict(drafter.knobs))
+
+
+def _load_assistant(
+    drafter: Drafter, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, models: Models
+) -> LoadedDrafter:
+    key = (ASSISTANT, drafter.path)
+    if key not in models:
+        model = AutoModelForCausalLM.from_pretrained(drafter.path, dtype=target.dtype)
+        models[key] = model.to(target.device).eval()
+    assistant = models[key]
+    arguments: dict[str, Any] = {"assistant_model": assistant}
+    sizes = [model.config.get_text_config().vocab_size for model in (target, assistant)]
+    if sizes[0] != sizes[1]:
+        arguments |= {"tokenizer": tokenizer, "assistant_tokenizer": AutoTokenizer.from_pretrained(drafter.path)}
+    return LoadedDrafter(drafter, arguments, assistant, _knobs(assistant, drafter))
+
+
+def _load_mtp(
+    drafter: Drafter, target: PreTrainedModel, _tokenizer: PreTrainedTokenizerBase, _models: Models
+) -> LoadedDrafter:
+    _require_generation_option("use_mtp")
+    if not getattr(target.config.get_text_config(), "num_mtp_layers", None):
+        raise ValueError(
+            f"{type(target).__name__} has no layers for multi-token prediction (`num_mtp_layers` in its config)."
+        )
+    note = "transformers loads the layers again in every call, and the times include that."
+    return LoadedDrafter(drafter, {"use_mtp": True}, note=note)
+
+
+def _load_dflash(
+    drafter: Drafter, target: PreTrainedModel, _tokenizer: PreTrainedTokenizerBase, models: Models
+) -> LoadedDrafter:
+    _require_generation_option("speculation_type")
+    key = (DFLASH, drafter.path)
+    if key not in models:
+        models[key] = AutoModel.from_pretrained(drafter.path, dtype=target.dtype).to(target.device).eval()
+    assistant = models[key]
+    needed = ("target_layer_ids", "block_size", "mask_token_id")
+    if isinstance(assistant, DSparkDraftModel) or not all(hasattr(assistant.config, name) for name in needed):
+        raise ValueError(
+            f"transformers' own DFlash needs a DFlash model of transformers' own, got {type(assistant).__name__}. "
+            f"For a draft that this package reads write `draft:{drafter.path}`."
+        )
+    arguments = {"assistant_model": assistant, "speculation_type": "dflash"}
+    return LoadedDrafter(drafter, arguments, assistant, _knobs(assistant, drafter))
+
+
+_LOADERS = {
+    PLAIN: _load_plain,
+    PROMPT_LOOKUP: _load_lookup,
+    ASSISTANT: _load_assistant,
+    MTP: _load_mtp,
+    DFLASH: _load_dflash,
+    DRAFT: _load_draft,
+}
+
+
+def _require_generation_option(name: str) -> None:
+    if not hasattr(GenerationConfig(), name):
+        raise NotImplementedError(
+            f"transformers {transformers.__version__} has no `{name}`; a later one is needed for this drafter."
+        )
+
+
+def _knobs(assistant: PreTrainedModel, drafter: Drafter) -> GenerationConfig:
+    """A copy of the assistant's own knobs, with those that were given."""
+    knobs = copy.deepcopy(getattr(assistant, "generation_config", None)) or GenerationConfig()
+    for name, value in drafter.knobs:
+        setattr(knobs, name, value)
+    return knobs

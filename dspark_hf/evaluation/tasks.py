@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a target and its drafters are evaluated on: well-known tasks by name, or a user's own file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..prompts import BUILTIN_PROMPTS, read_prompts
+
+
+BUILTIN = "builtin"
+FILE_ENDINGS = (".txt", ".json", ".jsonl")
+# Asked for by the paper's evaluation as well: without it a model may answer a sum with a number alone.
+REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@dataclass(frozen=True)
+class Question:
+    """One conversation to be had with the target.
+
+    Args:
+        task (`str`): Task that it belongs to.
+        index (`int`): Its row in the task's data, from 0.
+        turns (`tuple[str, ...]`): The user's messages; the target's answers stand between them.
+        system (`str`, *optional*): System message.
+    """
+
+    task: str
+    index: int
+    turns: tuple[str, ...]
+    system: str | None = None
+
+    @property
+    def key(self) -> str:
+        """`str`: Names the question within an evaluation."""
+        return f"{self.task}/{self.index}"
+
+
+@dataclass(frozen=True)
+class TaskSource:
+    """Where the prompts of a named task are, and how a row becomes a prompt.
+
+    Args:
+        path (`str`): Data set of the Hub, or a builder of `datasets`.
+        split (`str`): Split.
+        to_turns (`Callable`): Row -> the user's messages.
+        name (`str`, *optional*): Configuration of the data set.
+        data_files (`str`, *optional*): One file of it, where the others hold something else.
+    """
+
+    path: str
+    split: str
+    to_turns: Callable[[dict[str, Any]], Sequence[str]]
+    name: str | None = None
+    data_files: str | None = None
+
+    @property
+    def load_arguments(self) -> dict[str, Any]:
+        """`dict[str, Any]`: Arguments of `datasets.load_dataset`."""
+        arguments = {"path": self.path, "name": self.name, "data_files": self.data_files, "split": self.split}
+        return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _code(text: str) -> str:
+    return f"Complete this Python function, and explain it in one sentence:\n```python\n{text.strip()}\n```"
+
+
+def _instruction(row: dict[str, Any]) -> list[str]:
+    return [f"{row['instruction']}\n\n{row['input']}" if row.get("input") else row["instruction"]]
+
+
+def _contest(row: dict[str, Any]) -> list[str]:
+    code = row.get("starter_code")
+    begin = f"\n\nBegin with this code:\n```python\n{code}\n```" if code else ""
+    return [f"Solve this problem with a Python program.\n\n{row['question_content']}{begin}"]
+
+
+TASKS: dict[str, TaskSource] = {
+    "gsm8k": TaskSource("openai/gsm8k", "test", lambda row: [row["question"] + REASONING], name="main"),
+    "math500": TaskSource("HuggingFaceH4/MATH-500", "test", lambda row: [row["problem"] + REASONING]),
+    "aime25": TaskSource("math-ai/aime25", "test", lambda row: [row["problem"] + REASONING]),
+    "mbpp": TaskSource(
+        "google-research-datasets/mbpp", "test", lambda row: [row.get("prompt") or row["text"]], name="sanitized"
+    ),
+    "humaneval": TaskSource("openai/openai_humaneval", "test", lambda row: [_code(row["prompt"])]),
+    # The data set's own loader is a script, which `datasets` no longer runs; this is its last release's file.
+    "livecodebench": TaskSource(
+        "json", "train", _contest, data_files="hf://datasets/livecodebench/code_generation_lite/test6.jsonl"
+    ),
+    "mt-bench": TaskSource("HuggingFaceH4/mt_bench_prompts", "train", lambda row: row["prompt"]),
+    "alpaca": TaskSource("tatsu-lab/alpaca", "train", _instruction),
+    "arena-hard-v2": TaskSource(
+        "lmarena-ai/arena-hard-auto",
+        "train",
+        lambda row: [row["prompt"]],
+        data_files="data/arena-hard-v2.0/question.jsonl",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """The questions of one task that are asked.
+
+    Args:
+        name (`str`): The task.
+        questions (`tuple[Question, ...]`): Questions, at least one.
+        num_available (`int`): Questions that the task has.
+    """
+
+    name: str
+    questions: tuple[Question, ...]
+    num_available: int
+
+    @property
+    def fingerprint(self) -> str:
+        """`str`: Hash of the questions, so that an evaluation is not continued with others."""
+        texts = [[question.index, question.system, list(question.turns)] for question in self.questions]
+        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
+def load_tasks(names: Sequence[str], limit: int | None = None) -> list[TaskData]:
+    """Load tasks by name, or from files.
+
+    Args:
+        names (`Sequence[str]`):
+            Names out of `TASKS`, `"builtin"` for the package's own prompts, or paths of `.jsonl`, `.json` or `.txt`
+            files. A file's rows hold `turns` (user messages), `messages` (a conversation, whose user messages are
+            asked; answers in it are left out) or `prompt`; its task is called after the file.
+        limit (`int`, *optional*):
+            Most questions of each task, spread evenly over it: files are often in an order. All without it.
+
+    Returns:
+        `list[TaskData]`, in the order of `names`.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        OSError: If a data set cannot be fetched.
+        RuntimeError: If `datasets` is not installed.
+        ValueError: If a name is unknown, two tasks share one, a file is empty or malformed, or `limit` is below 1.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"`limit` must be >= 1, got {limit}. Leave it away for all questions.")
+    if not names:
+        raise ValueError(f"An evaluation needs at least one task, got none. {_choices()}")
+    titles = [_title(name) for name in names]
+    twice = sorted({title for title in titles if titles.count(title) > 1})
+    if twice:
+        raise ValueError(f"Tasks must have different names, got {twice} more than once. Rename a file.")
+    return [_load_task(name, title, limit) for name, title in zip(names, titles, strict=True)]
+
+
+def questions_from_rows(task: str, rows: Iterable[dict[str, Any]]) -> list[Question]:
+    """Rows of a named task's data set as questions.
+
+    Args:
+        task (`str`): One of `TASKS`.
+        rows (`Iterable[dict]`): Rows, with the columns of that data set.
+
+    Returns:
+        `list[Question]`
+
+    Raises:
+        ValueError: If a row lacks a column.
+    """
+    questions = []
+    for index, row in enumerate(rows):
+        try:
+            turns = tuple(TASKS[task].to_turns(row))
+        except KeyError as error:
+            raise ValueError(
+                f"Row {index} of {TASKS[task].path!r} has no column {error}, got {sorted(row)}. The data set was "
+                "changed: pass a file of your own instead."
+            ) from error
+        questions.append(Question(task, index, turns))
+    return questions
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions of a user's file.
+
+    Args:
+        path (`Path`): See [`load_tasks`].
+
+    Returns:
+        `list[Question]`
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file has another ending, is not UTF-8, holds no prompt, or has a malformed row.
+    """
+    prompts = read_prompts(path)  # refuses whatever is malformed
+    if path.suffix.lower() == ".txt":
+        return [Question(path.stem, index, (prompt.text,)) for index, prompt in enumerate(prompts)]
+    text = path.read_text(encoding="utf-8-sig")
+    is_list = path.suffix.lower() == ".json"
+    rows = json.loads(text) if is_list else [json.loads(line) for line in text.split("\n") if line.strip()]
+    return [_row_question(path, index, row) for index, row in enumerate(rows)]
+
+
+def _row_question(path: Path, index: int, row: dict[str, Any]) -> Question:
+    system = None
+    if "prompt" in row:
+        turns = [row["prompt"]]
+    elif isinstance(row.get("messages"), list):
+        said = [message for message in row["messages"] if isinstance(message, dict)]
+        turns = [message.get("content") for message in said if message.get("role") == "user"]
+        system = next((message.get("content") for message in said if message.get("role") == "system"), None)
+    else:
+        turns = row["turns"]
+    if not all(isinstance(text, str) and text.strip() for text in [*turns, *([] if system is None else [system])]):
+        raise ValueError(f"{path}, row {index + 1}: each turn must be a text, got {turns!r}. Write it in quotes.")
+    return Question(path.stem, index, tuple(turns), system)
+
+
+def _title(name: str) -> str:
+    return Path(name).stem if _is_file(name) else name
+
+
+def _is_file(name: str) -> bool:
+    is_named = name in TASKS or name == BUILTIN
+    return not is_named and (Path(name).suffix.lower() in FILE_ENDINGS or Path(name).is_file())
+
+
+def _load_task(name: str, title: str, limit: int | None) -> TaskData:
+    if name == BUILTIN:
+        questions = [Question(BUILTIN, index, (prompt.text,)) for index, prompt in enumerate(BUILTIN_PROMPTS)]
+    elif name in TASKS:
+        questions = questions_from_rows(name, _fetch(name))
+    elif _is_file(name):
+        questions = read_questions(Path(name))
+    else:
+        raise ValueError(f"There is no task {name!r}. {_choices()}")
+    return TaskData(title, tuple(_spread(questions, limit)), len(questions))
+
+
+def _choices() -> str:
+    return f"Name one of {', '.join([BUILTIN, *TASKS])}, or a file (.jsonl, .json or .txt) of your own."
+
+
+def _spread(questions: list[Question], limit: int | None) -> list[Question]:
+    if limit is None or limit >= len(questions):
+        return questions
+    return [questions[number * len(questions) // limit] for number in range(limit)]
+
+
+def _fetch(name: str) -> Iterable[dict[str, Any]]:
+    source = TASKS[name]
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise RuntimeError(
+            f'The task {name} needs the datasets package, which is not installed: pip install "dspark-hf[eval]".'
+        ) from error
+    try:
+        return load_dataset(**source.load_arguments)
+    # The library's own errors for a missing network, a missing data set and a changed one have these ancestors.
+    except (OSError, ValueError, RuntimeError) as error:
+        raise OSError(
+            f"The task {name} is {source.data_files or source.path!r} of the Hub, which could not be loaded "
+            f"({' '.join(str(error).split())}). Check the network, or pass a file with `turns` instead."
+        ) from error
