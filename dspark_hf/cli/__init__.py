@@ -11,8 +11,10 @@ import typer
 
 from .._version import __version__
 from .calibrating import calibrate_command
+from .demo import demo_command
 from .diagnosing import doctor_command
 from .drafts import prepare, train
+from .evaluating import eval_command
 from .generating import compare_command, generate_command
 from .tuning import convert_command, profile_command
 
@@ -22,6 +24,7 @@ app = typer.Typer(
 )
 app.command("compare")(compare_command)
 app.command("generate")(generate_command)
+app.command("eval")(eval_command)
 app.command("prepare")(prepare)
 app.command(
     "train",
@@ -32,6 +35,7 @@ app.command(
 app.command("calibrate")(calibrate_command)
 app.command("profile")(profile_command)
 app.command("doctor")(doctor_command)
+app.command("demo")(demo_command)
 app.command("convert")(convert_command)
 
 

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dspark-hf demo`."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from .options import Device, Draft, Dtype, Target, console, errors_in_words, load_pair
+
+
+def demo_command(
+    target: Target = None,
+    draft: Draft = None,
+    dtype: Dtype = "bfloat16",
+    device: Device = None,
+    host: Annotated[
+        str | None,
+        typer.Option("--host", help="Address to listen at. Default: $GRADIO_SERVER_NAME, or this machine only."),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=1, max=65535, help="Default: a free one from 7860.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "--max_new_tokens", min=1, help="Longest answer a visitor may ask for.")
+    ] = 256,
+    max_queue: Annotated[
+        int, typer.Option("--max-queue", "--max_queue", min=1, help="Requests that may wait for their turn.")
+    ] = 64,
+) -> None:
+    """Serve a page that shows a prompt without and with DSpark, side by side."""
+    # Read when gradio is imported. Nothing is reported to anyone.
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    with errors_in_words():
+        try:
+            from ..demo.app import build_demo, serve
+            from ..demo.session import Pair, Session
+            from ..demo.settings import Limits
+        except ImportError as error:
+            raise RuntimeError(
+                f'The demo needs gradio 6 and pandas ({error}): pip install "dspark-hf[demo]".'
+            ) from error
+        with console.status("Loading the models (the default target is fetched and converted once)..."):
+            pair = Pair(*load_pair(target, draft, dtype, device))
+            limits = Limits(max_new_tokens=max_new_tokens, max_queue=max_queue)
+            Session(pair, limits).warm_up()
+            demo = build_demo(pair.target, pair.draft, pair.tokenizer, limits)
+        serve(demo, host, port)

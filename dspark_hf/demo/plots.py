@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds as the tables that the plots draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from ..metrics import AcceptanceStats, RoundRecord
+from .records import ACCEPTED, REJECTED, UNJUDGED, draft_outcome
+
+
+DRAFTS, OWN = "accepted drafts", "target's own token"
+NUM_BINS = 5
+
+
+def tokens_per_round(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
+    """Tokens that each round committed, by origin: their sum is the round's accepted length.
+
+    Args:
+        rounds (`Sequence[RoundRecord]`): The rounds, in order.
+
+    Returns:
+        `pandas.DataFrame`: columns `round` (from 1), `tokens` and `origin`.
+    """
+    rows = []
+    for number, record in enumerate(rounds, start=1):
+        accepted = min(record.num_accepted, record.num_committed)
+        rows += [(number, accepted, DRAFTS), (number, record.num_committed - accepted, OWN)]
+    return pd.DataFrame(rows, columns=["round", "tokens", "origin"])
+
+
+def confidence_outcomes(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
+    """How many drafts of each confidence the target accepted; only drafts that it judged count.
+
+    Args:
+        rounds (`Sequence[RoundRecord]`): The rounds.
+
+    Returns:
+        `pandas.DataFrame`: columns `confidence` (a range, such as `"20-40 %"`), `drafts` and `outcome`.
+    """
+    counts = {(low, outcome): 0 for low in range(NUM_BINS) for outcome in (ACCEPTED, REJECTED)}
+    for record in rounds:
+        for slot, confidence in enumerate(record.confidence[: record.verify_length]):
+            outcome = draft_outcome(record, slot)
+            if outcome == UNJUDGED:
+                continue
+            counts[min(int(confidence * NUM_BINS), NUM_BINS - 1), outcome] += 1
+    width = 100 // NUM_BINS
+    rows = [(f"{low * width}–{low * width + width} %", count, outcome) for (low, outcome), count in counts.items()]
+    return pd.DataFrame(rows, columns=["confidence", "drafts", "outcome"])
+
+
+def acceptance_by_slot(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
+    """How often each slot was accepted once all slots before it were.
+
+    Args:
+        rounds (`Sequence[RoundRecord]`): The rounds.
+
+    Returns:
+        `pandas.DataFrame`: columns `slot` (`"slot 0"`, ...), `accepted` (percent) and `rounds` that reached the slot;
+        slots that none reached are left out.
+    """
+    rows = [
+        (f"slot {slot}", 100 * accepted / reached, reached)
+        for slot, (reached, accepted) in enumerate(AcceptanceStats(list(rounds)).slot_counts)
+        if reached
+    ]
+    return pd.DataFrame(rows, columns=["slot", "accepted", "rounds"])

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one comparison has done so far: frozen snapshots that the session makes and the screen shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..comparison import first_difference
+from ..metrics import AcceptanceStats, RoundRecord
+from .settings import RunSettings
+
+
+ACCEPTED, CORRECTION, BONUS, PLAIN = "accepted", "correction", "bonus", "plain"
+ORIGINS = (ACCEPTED, CORRECTION, BONUS, PLAIN)
+REJECTED, UNJUDGED = "rejected", "not reached"
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token of a text and where it came from.
+
+    Args:
+        token_id (`int`): Its id.
+        text (`str`): What it adds to the text; empty where it holds only part of a character.
+        origin (`str`): One of `ORIGINS`: an accepted draft, the target's correction of a rejected draft, the target's
+            bonus after a block accepted whole, or a step of the target alone.
+        slot (`int`, *optional*): Slot of an accepted draft, or of the draft that was corrected.
+        confidence (`float`, *optional*): The draft's confidence in that slot, in [0, 1].
+        round_index (`int`, *optional*): The round that committed it; `None` for the prefill and without a draft.
+    """
+
+    token_id: int
+    text: str
+    origin: str = PLAIN
+    slot: int | None = None
+    confidence: float | None = None
+    round_index: int | None = None
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two texts.
+
+    Args:
+        tokens (`tuple[Token, ...]`): New tokens.
+        seconds (`float`): Wall clock so far, prefill included.
+        rounds (`tuple[RoundRecord, ...]`): Rounds so far; empty without a draft.
+        finished (`bool`): Whether `generate` has returned.
+    """
+
+    tokens: tuple[Token, ...] = ()
+    seconds: float = 0.0
+    rounds: tuple[RoundRecord, ...] = ()
+    finished: bool = False
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """`tuple[int, ...]`: Ids of the new tokens."""
+        return tuple(token.token_id for token in self.tokens)
+
+    @property
+    def text(self) -> str:
+        """`str`: The text, special tokens included."""
+        return "".join(token.text for token in self.tokens)
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """`float` or `None`: New tokens per second; `None` before the first."""
+        return len(self.tokens) / self.seconds if self.tokens else None
+
+    @property
+    def stats(self) -> AcceptanceStats:
+        """`AcceptanceStats`: Figures of the rounds."""
+        return AcceptanceStats(list(self.rounds))
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A comparison at one moment.
+
+    Args:
+        settings (`RunSettings`): What was asked for.
+        plain (`Side`, *optional*): Without the draft; `None` before its turn.
+        dspark (`Side`, *optional*): With it; `None` before its turn.
+        stopped (`bool`): Whether the visitor ended it.
+    """
+
+    settings: RunSettings
+    plain: Side | None = None
+    dspark: Side | None = None
+    stopped: bool = False
+
+    @property
+    def phase(self) -> str:
+        """`str`: `"waiting"`, `"plain"`, `"dspark"`, `"stopped"` or `"done"`."""
+        if self.stopped:
+            return "stopped"
+        if self.dspark is not None:
+            return "done" if self.dspark.finished else "dspark"
+        return "plain" if self.plain is not None else "waiting"
+
+    @property
+    def speedup(self) -> float | None:
+        """`float` or `None`: DSpark's tokens per second over plain generation's, so far."""
+        rates = [side.tokens_per_s if side is not None else None for side in (self.plain, self.dspark)]
+        return rates[1] / rates[0] if all(rates) else None
+
+    @property
+    def first_difference(self) -> int | None:
+        """`int` or `None`: Index of the first token that differs, in the part that both sides have written."""
+        if self.plain is None or self.dspark is None:
+            return None
+        plain, dspark = self.plain.token_ids, self.dspark.token_ids
+        if self.phase != "done":
+            length = min(len(plain), len(dspark))
+            plain, dspark = plain[:length], dspark[:length]
+        return first_difference(plain, dspark)
+
+    @property
+    def identical(self) -> bool:
+        """`bool`: Whether both texts are complete and the same, token by token."""
+        return self.phase == "done" and self.first_difference is None
+
+
+def tokens_of_round(
+    token_ids: tuple[int, ...], texts: tuple[str, ...], record: RoundRecord | None, round_index: int | None
+) -> tuple[Token, ...]:
+    """Name the origin of the tokens that one step committed.
+
+    Args:
+        token_ids (`tuple[int, ...]`): The tokens.
+        texts (`tuple[str, ...]`): What each adds to the text.
+        record (`RoundRecord`, *optional*): The round; `None` for the prefill and for plain generation.
+        round_index (`int`, *optional*): Its number, from 0.
+
+    Returns:
+        `tuple[Token, ...]`
+    """
+    if record is None:
+        return tuple(Token(token_id, text) for token_id, text in zip(token_ids, texts, strict=True))
+    tokens = []
+    for slot, (token_id, text) in enumerate(zip(token_ids, texts, strict=True)):
+        confidence = record.confidence[slot] if slot < min(record.verify_length, len(record.confidence)) else None
+        if slot < record.num_accepted:
+            tokens.append(Token(token_id, text, ACCEPTED, slot, confidence, round_index))
+        elif slot < record.verify_length:
+            tokens.append(Token(token_id, text, CORRECTION, slot, confidence, round_index))
+        else:
+            origin = BONUS if record.verify_length else PLAIN
+            tokens.append(Token(token_id, text, origin, round_index=round_index))
+    return tuple(tokens)
+
+
+def draft_outcome(record: RoundRecord, slot: int) -> str:
+    """What became of one draft of a round.
+
+    Args:
+        record (`RoundRecord`): The round.
+        slot (`int`): Slot of a draft that was sent.
+
+    Returns:
+        `str`: `"accepted"`, `"rejected"`, or `"not reached"` where an earlier draft was rejected or the text ended.
+    """
+    if slot < record.num_accepted:
+        return ACCEPTED
+    return REJECTED if slot == record.num_accepted and record.bonus_token is not None else UNJUDGED
