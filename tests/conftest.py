@@ -18,7 +18,7 @@ from transformers.utils import logging as library_logging  # noqa: E402
 import dspark_hf  # noqa: E402
 
 
-SLOW_MARK, GPU_MARK = "not slow and not gpu", "not gpu"
+SLOW_MARK, GPU_MARK = "not slow and not gpu and not browser", "not gpu and not browser"
 
 # Sums are split over threads, so their rounding depends on how many there are.
 torch.set_num_threads(1)

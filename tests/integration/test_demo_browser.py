@@ -25,6 +25,8 @@ from tests.integration.test_demo_api import Server
 
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.browser
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PROMPT = "Whatisthis?<b>&amp;"
 NUM_NEW = 40
