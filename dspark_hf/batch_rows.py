@@ -199,7 +199,7 @@ class RowStreamer:
         """Take new tokens of a row.
 
         Args:
-            row ([`Row`]): The row.
+            row (`Row`): The row.
             new_ids (`torch.LongTensor` of shape `(1, n)`): New tokens.
         """
         self._streamers[row.index].put(new_ids[0])

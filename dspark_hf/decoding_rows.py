@@ -77,7 +77,7 @@ class Row:
         """Append what a verification adds.
 
         Args:
-            verdict ([`Verdict`]): Of [`verify`].
+            verdict (`Verdict`): Of [`verify`].
         """
         self.log.add(verdict.raw_logits, verdict.scores, verdict.new_ids.shape[1])
         self.input_ids = torch.cat([self.input_ids, verdict.new_ids], dim=1)

@@ -69,7 +69,11 @@ class PackedTarget:
             yield
 
     def no_drafts_left_behind(self) -> contextlib.AbstractContextManager[None]:
-        """Nobody sees this cache after an error."""
+        """Nobody sees this cache after an error.
+
+        Returns:
+            Context manager.
+        """
         return contextlib.nullcontext()
 
     def prefill(self, rows: Sequence[Row]) -> list[torch.Tensor]:

@@ -61,7 +61,11 @@ class SingleTarget:
         self.generator = generator
 
     def session(self) -> contextlib.AbstractContextManager[None]:
-        """What must hold while the target runs: nothing that it does not know of itself."""
+        """What must hold while the target runs: nothing that it does not know of itself.
+
+        Returns:
+            Context manager.
+        """
         return contextlib.nullcontext()
 
     @contextlib.contextmanager

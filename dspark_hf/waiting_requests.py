@@ -63,7 +63,7 @@ def waiting(queue: WaitingRequests) -> Iterator[None]:
     """Let the `generate` call inside the `with` block go on with these prompts.
 
     Args:
-        queue ([`WaitingRequests`]): The prompts.
+        queue (`WaitingRequests`): The prompts.
     """
     token = _active.set(queue)
     try:
