@@ -1,33 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch taken apart into texts that are generated each by its own rules, and put together again.
 
-Plain generation pads the prompts of a batch to one length, and its processors and criteria count the padding in. Here
-each row is a text without padding, with copies of those processors and criteria that count from where its own text
-begins, so that every row comes out as it would alone.
+Each row is a text without padding, with processors and criteria of its own, so that it comes out as it would alone.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.generation import MaxLengthCriteria, logits_process
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from .decoding_rows import Row
-
-
-# Attributes that hold a length counted from the start of a padded row.
-_LENGTHS = {
-    logits_process.MinLengthLogitsProcessor: "min_length",
-    logits_process.MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
-    logits_process.ForcedEOSTokenLogitsProcessor: "max_length",
-    logits_process.ExponentialDecayLengthPenalty: "regulation_start",
-    logits_process.SuppressTokensAtBeginLogitsProcessor: "begin_index",
-    MaxLengthCriteria: "max_length",
-}
+from .row_rules import own_rule
 
 
 class RowFactory:
@@ -80,8 +66,8 @@ class RowFactory:
                 "leave the row away."
             )
         shift = self._padded_length - prompt.shape[1]
-        processors = LogitsProcessorList(_own(processor, shift, index) for processor in self._processors)
-        criteria = StoppingCriteriaList(_own(criterion, shift, index) for criterion in self._criteria)
+        processors = LogitsProcessorList(own_rule(processor, prompt, shift, index) for processor in self._processors)
+        criteria = StoppingCriteriaList(own_rule(criterion, prompt, shift, index) for criterion in self._criteria)
         return Row(index, prompt, processors, criteria, self._config.max_length - shift, self._config)
 
     def rows(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Row]:
@@ -100,38 +86,6 @@ class RowFactory:
         kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         kept = kept[:, -input_ids.shape[1] :].to(input_ids.device).bool()
         return [self.row(index, input_ids[index][kept[index]][None]) for index in range(len(input_ids))]
-
-
-def _own(rule: LogitsProcessor | StoppingCriteria, shift: int, index: int) -> LogitsProcessor | StoppingCriteria:
-    """A row's own version of a processor or criterion: the very same where nothing in it belongs to a row."""
-    if isinstance(rule, logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor):
-        raise NotImplementedError(
-            "DSpark applies `guidance_scale` to one row at a time, got a batch. Generate one row at a time."
-        )
-    if isinstance(rule, logits_process.SynthIDTextWatermarkLogitsProcessor):  # it remembers the text
-        return copy.deepcopy(rule)
-    if isinstance(rule, logits_process.PrefixConstrainedLogitsProcessor):
-        own, allowed = copy.copy(rule), rule._prefix_allowed_tokens_fn
-        own._prefix_allowed_tokens_fn = lambda _, ids: allowed(index, ids)
-        return own
-    if isinstance(rule, logits_process.RepetitionPenaltyLogitsProcessor):
-        return _penalty_without_padding(rule, shift)
-    name = _LENGTHS.get(type(rule))
-    if name is None or shift == 0:
-        return rule
-    own = copy.copy(rule)
-    setattr(own, name, getattr(own, name) - shift)
-    return own
-
-
-def _penalty_without_padding(
-    rule: logits_process.RepetitionPenaltyLogitsProcessor, shift: int
-) -> logits_process.RepetitionPenaltyLogitsProcessor:
-    """`generate` lets it ignore each row's padding, of which there is none here; a user's number counts it in."""
-    ignored = rule.prompt_ignore_length
-    own = copy.copy(rule)
-    own.prompt_ignore_length = max(0, ignored - shift) if isinstance(ignored, int) else None
-    return own
 
 
 def joined_sequences(input_ids: torch.Tensor, rows: Sequence[Row], pad_token_id: int) -> torch.Tensor:
@@ -179,7 +133,7 @@ class RowStreamer:
 
     def __init__(self, streamers: Sequence[Any]):
         self._streamers = list(streamers)
-        self._open = set(range(len(self._streamers)))
+        self._open: set[int] = set()
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompts, which `generate` sends before the first token.
@@ -190,8 +144,12 @@ class RowStreamer:
         Raises:
             ValueError: If there are not as many streamers as rows.
         """
+        self._open = set(range(len(self._streamers)))
         if len(value) != len(self._streamers):
-            raise ValueError(f"`RowStreamer` needs one streamer for each of {len(value)} rows, got {len(self._open)}.")
+            self.end()  # before any round, so nobody else would
+            raise ValueError(
+                f"`RowStreamer` needs one streamer for each of {len(value)} rows, got {len(self._streamers)}."
+            )
         for streamer, row in zip(self._streamers, value, strict=True):
             streamer.put(row[None])
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +46,8 @@ def generate_many(
     """Answer any number of prompts, at most `max_batch` at a time; every answer is that of its prompt alone.
 
     When a text ends, a waiting prompt takes its place, so that the batch stays full to the last few texts. Prompts
-    begin in their order. For many users use a server; the exported draft runs in vLLM and SGLang.
+    begin in their order; `max_time` is one clock for all of them. For many users use a server; the exported draft
+    runs in vLLM and SGLang.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
@@ -75,6 +77,16 @@ def generate_many(
     for name in ("num_return_sequences", "streamer", "assistant_model", "return_dict_in_generate"):
         if generate_arguments.get(name):
             raise ValueError(f"`generate_many` takes no `{name}`, got {generate_arguments[name]!r}. Leave it away.")
+    for name in ("max_length", "min_length"):  # they count the padding of the prompts that begin together
+        if generate_arguments.get(name):
+            other = name.replace("length", "new_tokens")
+            raise ValueError(f"`generate_many` takes no `{name}`, got {generate_arguments[name]}. Use `{other}`.")
+    one_each = {"num_return_sequences": 1, "return_dict_in_generate": False}  # whatever the configs say
+    if generation_config is None:
+        generate_arguments |= one_each
+    else:
+        generation_config = copy.deepcopy(generation_config)
+        generation_config.update(**one_each)
     rows = [torch.as_tensor(prompt, dtype=torch.long, device=target.device).reshape(1, -1) for prompt in prompts]
     empty = next((number for number, row in enumerate(rows) if row.shape[1] == 0), None)
     if empty is not None:

@@ -32,7 +32,7 @@ from .outputs import DSparkGenerateOutput
 from .packed_target import PackedTarget, check_batch
 from .profiling import profile_for
 from .single_target import SingleTarget
-from .waiting_requests import WaitingRequests, active_queue
+from .waiting_requests import WaitingRequests, take_queue
 
 
 logger = logging.get_logger("transformers.dspark_hf.decoding")
@@ -76,7 +76,7 @@ def decode(
         ValueError: If the cache cannot take tokens back, or a row has no token.
     """
     try:
-        queue, sink = active_queue(), row_sink(streamer, len(input_ids))
+        queue, sink = take_queue(), row_sink(streamer, len(input_ids))
         factory = RowFactory(logits_processor, stopping_criteria, generation_config, input_ids.shape[1])
         if len(input_ids) == 1 and queue is None:
             rows = [factory.alone(input_ids)]

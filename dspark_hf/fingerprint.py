@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .modeling_dspark import DSparkDraftModel
+from .packed_attention import own_attention
 
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -58,11 +59,11 @@ def fingerprint(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: 
         "device": " + ".join(_devices(target)),
         "num_threads": torch.get_num_threads() if uses_cpu else None,
         "dtype": _dtype(target),
-        "attention": _attention(target),
+        "attention": own_attention(target),
         "target": {"class": type(target).__name__}
         | _present(target.config.get_text_config(decoder=True), _TARGET_FIELDS)
         | {"quantization": _quantization(target)},
-        "draft": {"device": " + ".join(_devices(draft)), "dtype": _dtype(draft), "attention": _attention(draft)}
+        "draft": {"device": " + ".join(_devices(draft)), "dtype": _dtype(draft), "attention": own_attention(draft)}
         | _present(draft.config, _DRAFT_FIELDS)
         | {"num_captured_layers": len(draft.config.target_layer_ids)},
         "torch": ".".join(torch.__version__.split(".")[:2]),
@@ -82,7 +83,7 @@ def setup(target: PreTrainedModel, draft: DSparkDraftModel) -> tuple:
     first, draft_first = next(target.parameters()), next(draft.parameters())
     return (
         torch.get_num_threads(),
-        *(first.dtype, first.device, _attention(target)),
+        *(first.dtype, first.device, own_attention(target)),
         *(draft_first.dtype, draft_first.device, draft.config._attn_implementation),
     )
 
@@ -93,10 +94,6 @@ def _present(config: Any, names: Sequence[str]) -> dict[str, Any]:
 
 def _dtype(model: PreTrainedModel) -> str:
     return str(model.dtype).removeprefix("torch.")
-
-
-def _attention(model: PreTrainedModel) -> str | None:
-    return getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
 
 
 def _quantization(target: PreTrainedModel) -> str | None:

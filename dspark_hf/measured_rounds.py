@@ -6,6 +6,7 @@ Legend: R requests, s context tokens, B tokens in a verification pass (the ancho
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from time import perf_counter
 from typing import Any
@@ -50,6 +51,14 @@ class SingleRounds:
         self._text, self._config = _synthetic_text(target, draft, context_length)
         self._generator = DSparkCandidateGenerator(target, draft, self._config)
         self._prefill()
+
+    def decoding(self) -> contextlib.AbstractContextManager[None]:
+        """What holds from the first round on, as in the decoding loop.
+
+        Returns:
+            Context manager.
+        """
+        return self.target._optimize_model_for_decode()
 
     @property
     def elapsed_s(self) -> float:
@@ -153,6 +162,10 @@ class BatchRounds:
             self._passes.prefill(rows)
         self._hidden_states = self._passes.hidden_states
         self._passes.cache.commit(range(num_requests), [context_length] * num_requests)
+
+    def decoding(self) -> contextlib.AbstractContextManager[None]:
+        """See [`SingleRounds.decoding`]."""
+        return self._passes.decoding()
 
     @property
     def elapsed_s(self) -> float:

@@ -163,7 +163,7 @@ def _measure(
     verify_s: dict[int, list[float]] = {b: [] for b in points}
     draft_s: list[float] = []
     alone_s: list[float] = []
-    with rounds.target._optimize_model_for_decode():
+    with rounds.decoding():
         for repeat in range(-1, num_repeats):  # number -1 warms up
             if budget_s is not None and repeat >= MIN_REPEATS and rounds.elapsed_s > budget_s:
                 break

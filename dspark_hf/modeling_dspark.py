@@ -45,13 +45,13 @@ def eager_attention(
         module (`nn.Module`): The attention layer; `training` is read.
         query (`torch.Tensor` of shape `(b, heads, q, e)`): Queries.
         key (`torch.Tensor` of shape `(b, kv_heads, k, e)`): Keys.
-        value (`torch.Tensor` of shape `(b, kv_heads, k, e)`): Values.
+        value (`torch.Tensor` of shape `(b, kv_heads, k, v)`): Values; v is e, or another width.
         attention_mask (`torch.BoolTensor`, *optional*): Broadcastable to `(b, 1, q, k)`, True = visible.
         scaling (`float`): Factor on the scores.
         dropout (`float`, *optional*, defaults to 0.0): Dropout of the weights.
 
     Returns:
-        `tuple`: outputs `(b, q, heads, e)` and weights `(b, kv_heads, heads / kv_heads, q, k)`.
+        `tuple`: outputs `(b, q, heads, v)` and weights `(b, kv_heads, heads / kv_heads, q, k)`.
     """
     b, heads, q, e = query.shape
     kv_heads, k = key.shape[1], key.shape[2]
@@ -63,7 +63,7 @@ def eager_attention(
         scores = scores.masked_fill(~attention_mask.unsqueeze(1), torch.finfo(scores.dtype).min)
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    outputs = torch.matmul(weights.view(b, kv_heads, groups * q, k), value).view(b, heads, q, e)
+    outputs = torch.matmul(weights.view(b, kv_heads, groups * q, k), value).view(b, heads, q, value.shape[-1])
     return outputs.transpose(1, 2), weights
 
 

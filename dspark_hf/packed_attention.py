@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
 from .modeling_dspark import eager_attention
 
 
 PACKED_ATTENTION = "dspark_packed"
+# What layers hand to attention besides, and what would be lost here.
+CHANGES_SCORES = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 # Up to so many queries per text, grouped matmuls are faster than a fused kernel on repeated heads; beyond, their
 # scores of q times K would fill the memory.
 MOST_GROUPED_QUERIES = 16
@@ -159,29 +161,57 @@ def packed_attention(
     Raises:
         NotImplementedError: If the layer caps its scores or has attention sinks.
     """
-    for name in ("softcap", "s_aux"):
+    for name in CHANGES_SCORES:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
                 f"DSpark drafts for batches with plain softmax attention only; {type(module).__name__} passes "
                 f"`{name}`. Generate one row at a time."
             )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
     current = _active.get()
-    if current is None:  # another thread's generation with the same target
-        outputs, _ = eager_attention(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout)
-        return outputs, None
+    if current is None:
+        mask = _ordinary_mask(attention_mask, query.shape[2], key.shape[2], window, query.device)
+        return _fused(query, key, value, mask, scaling, dropout), None
     if len(current.rows) < key.shape[0]:  # a pass over some of the texts
         rows = list(current.rows)
         key, value = key[rows, :, : current.longest], value[rows, :, : current.longest]
-    spread = current.spread(query)
-    mask = current.mask(key.shape[2], kwargs.get("sliding_window"))
+    spread, mask = current.spread(query), current.mask(key.shape[2], window)
     if current.num_queries <= MOST_GROUPED_QUERIES:
         outputs, _ = eager_attention(module, spread, key, value, mask, scaling=scaling, dropout=dropout)
     else:
-        outputs = nn.functional.scaled_dot_product_attention(
-            spread, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=True
-        ).transpose(1, 2)
+        outputs = _fused(spread, key, value, mask, scaling, dropout)
     return current.gather(outputs), None
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+) -> torch.Tensor:
+    """A fused kernel, `(b, q, h, e)`; with a mask those of accelerators want their heads repeated."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    outputs = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+    )
+    return outputs.transpose(1, 2)
+
+
+def _ordinary_mask(
+    mask: torch.Tensor | None, num_queries: int, num_keys: int, window: int | None, device: torch.device
+) -> torch.Tensor | None:
+    """The mask of another thread's plain call; one that began before may have none, for its kernel needed none."""
+    if mask is not None or num_queries == 1:
+        return mask
+    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    keys = torch.arange(num_keys, device=device)
+    visible = keys <= query
+    return visible if window is None else visible & (keys > query - window)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
@@ -192,7 +222,7 @@ AttentionMaskInterface.register(
 
 
 def check_layers(target: PreTrainedModel) -> None:
-    """Refuse targets whose layers do more than attend to their past or a window of it.
+    """Refuse targets whose layers do more than attend to their past, or to a window of it that they tell of.
 
     Args:
         target (`PreTrainedModel`): A decoder-only target.
@@ -203,6 +233,8 @@ def check_layers(target: PreTrainedModel) -> None:
     config = target.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     others = sorted(kinds - {"full_attention", "sliding_attention"})
+    if not others and _hides_its_window(config):
+        others = ["a window that only its masks know"]
     if others:
         raise NotImplementedError(
             f"Batches need layers with full or sliding attention, and {type(target).__name__} has {others}. Generate "
@@ -210,8 +242,19 @@ def check_layers(target: PreTrainedModel) -> None:
         )
 
 
+# Models that use a window without telling their attention.
+_SILENT_WINDOWS = ("doge", "phimoe")
+
+
+def _hides_its_window(config: PreTrainedConfig) -> bool:
+    return config.model_type in _SILENT_WINDOWS and getattr(config, "sliding_window", None) is not None
+
+
 _users_lock = threading.Lock()
-_users: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, Any]] = weakref.WeakKeyDictionary()
+# How many batches run with a target, and how its parts attended before.
+_users: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, list[tuple[PreTrainedConfig, Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @contextlib.contextmanager
@@ -225,9 +268,10 @@ def attention_packed(target: PreTrainedModel) -> Iterator[None]:
         NotImplementedError: If its attention cannot be replaced.
     """
     with _users_lock:
-        count, as_found = _users.get(target, (0, target.config._attn_implementation))
+        count, as_found = _users.get(target, (0, None))
         if count == 0:
-            _switch(target, PACKED_ATTENTION)
+            as_found = _implementations(target)
+            _switch(target, as_found)
         _users[target] = (count + 1, as_found)
     try:
         yield
@@ -237,15 +281,45 @@ def attention_packed(target: PreTrainedModel) -> Iterator[None]:
             if count > 1:
                 _users[target] = (count - 1, as_found)
             else:
-                target.set_attn_implementation(as_found)
+                _restore(as_found)
 
 
-def _switch(target: PreTrainedModel, implementation: str) -> None:
+def own_attention(target: PreTrainedModel) -> str | None:
+    """The attention implementation of a target's language model, also while a batch has replaced it.
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+
+    Returns:
+        `str` or `None`
+    """
+    config = target.config.get_text_config(decoder=True)
+    _, as_found = _users.get(target, (0, []))
+    own = next((value for part, value in as_found if part is config), None)
+    return own if own is not None else getattr(config, "_attn_implementation", None)
+
+
+def _implementations(target: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
+    """The configs of a target's parts, with how each attends."""
+    configs = [module.config for module in target.modules() if isinstance(module, PreTrainedModel)]
+    configs += [target.config.get_text_config(decoder=True)]
+    return [(config, config._attn_implementation) for config in {id(c): c for c in configs}.values()]
+
+
+def _restore(as_found: list[tuple[PreTrainedConfig, Any]]) -> None:
+    for config, implementation in as_found:
+        config._attn_implementation_internal = implementation  # the property would set all parts alike
+
+
+def _switch(target: PreTrainedModel, as_found: list[tuple[PreTrainedConfig, Any]]) -> None:
     config = target.config.get_text_config(decoder=True)
     before = config._attn_implementation
-    if type(target)._supports_attention_backend or getattr(target, "_supports_attention_backend", False):
-        target.set_attn_implementation(implementation)
-    if config._attn_implementation != implementation:
+    try:
+        if type(target)._supports_attention_backend or getattr(target, "_supports_attention_backend", False):
+            target.set_attn_implementation(PACKED_ATTENTION)
+    except ValueError:  # a part that cannot
+        _restore(as_found)
+    if config._attn_implementation != PACKED_ATTENTION:
         raise NotImplementedError(
             f"DSpark drafts for batches only where attention can be replaced, which {type(target).__name__} does not "
             f"allow (it has {before!r}). Generate one row at a time."

@@ -62,11 +62,13 @@ class PackedTarget:
         with attention_packed(self.target):
             yield
 
-    @contextlib.contextmanager
-    def decoding(self) -> Iterator[None]:
-        """What must hold from the first round on."""
-        with self.target._optimize_model_for_decode():
-            yield
+    def decoding(self) -> contextlib.AbstractContextManager[None]:
+        """What must hold from the first round on: nothing. Experts stay as for prompts, since passes are as long.
+
+        Returns:
+            Context manager.
+        """
+        return contextlib.nullcontext()
 
     def no_drafts_left_behind(self) -> contextlib.AbstractContextManager[None]:
         """Nobody sees this cache after an error.
@@ -148,12 +150,12 @@ class PackedTarget:
         Returns:
             `torch.Tensor` of shape `(1, N, V)`, or `(1, A, V)` with `last_only`.
         """
-        device = self.target.device
-        self._pass = self.cache.begin(requests, [ids.shape[1] for ids in new_ids], device)
+        device, counts = self.target.device, [ids.shape[1] for ids in new_ids]
         keep: dict[str, Any] = {}
-        if self.target._supports_logits_to_keep():
-            keep["logits_to_keep"] = self._pass.last_indices if last_only else 0
         try:
+            self._pass = self.cache.begin(requests, counts, device)
+            if self.target._supports_logits_to_keep():
+                keep["logits_to_keep"] = self._pass.last_indices if last_only else 0
             with packed_pass(self._pass):
                 outputs = self.target(
                     input_ids=torch.cat(list(new_ids), dim=1).to(device),
@@ -166,7 +168,8 @@ class PackedTarget:
                     **self.generator.model_kwargs_overrides,
                 )
         except torch.OutOfMemoryError as error:
-            raise _too_large(len(self.rows), max(self.cache.lengths)) from error
+            longest = max(self.cache.lengths[request] + n for request, n in zip(requests, counts, strict=True))
+            raise _too_large(len(self.rows), longest) from error
         self.hidden_states = outputs.hidden_states
         if device.type != "cpu":  # verification waits for the device anyway; here the wait is timed
             torch.accelerator.synchronize(device)

@@ -37,6 +37,7 @@ FORMAT = 1
 SWITCH = "DSPARK_HF_AUTO_PROFILE"
 # The quick measurement: long enough to tell a cliff from noise, short beside the text that it is made for.
 QUICK_CONTEXT, QUICK_REPEATS, QUICK_BUDGET_S, QUICK_MIN_TOKENS = 128, 7, 2.5, 32
+LONGEST_QUICK_BUDGET_S = 10.0  # a pass of many texts takes its time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +276,7 @@ def profile_for(
     ([`profile_path`]), a quick measurement of about three seconds, which goes to the cache folder. The measurement
     is made only for texts of 32 more tokens or longer, and not where the environment variable
     `DSPARK_HF_AUTO_PROFILE` is "0", "false", "off" or "no". Batches have profiles of their own, for 2, 4, 8, ...
-    texts; that of the next larger number is taken.
+    texts, which take up to ten seconds; that of the next larger number is taken.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
@@ -339,7 +340,7 @@ def _found(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int) 
 
 def _measured(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int) -> RoundTimeProfile | None:
     """The quick measurement. Whatever it fails of, generation can do without it."""
-    budget_s = QUICK_BUDGET_S * max(1.0, num_requests / 4)  # a pass of many texts takes its time
+    budget_s = min(QUICK_BUDGET_S * max(1.0, num_requests / 4), LONGEST_QUICK_BUDGET_S)
     try:
         profile = measure_profile(target, draft, (QUICK_CONTEXT,), QUICK_REPEATS, budget_s, num_requests=num_requests)
         path = profile_path(target, draft, num_requests)

@@ -72,10 +72,12 @@ def waiting(queue: WaitingRequests) -> Iterator[None]:
         _active.reset(token)
 
 
-def active_queue() -> WaitingRequests | None:
-    """The prompts that the present call goes on with.
+def take_queue() -> WaitingRequests | None:
+    """The prompts that the present call goes on with; a call that is made while it runs gets none.
 
     Returns:
         [`WaitingRequests`] or `None`
     """
-    return _active.get()
+    queue = _active.get()
+    _active.set(None)
+    return queue

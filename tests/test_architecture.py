@@ -21,6 +21,7 @@ LAYERS = {
     0: {
         "_version",
         "text_files",
+        "json_values",
         "sampling",
         "metrics",
         "draft_cache",
@@ -43,6 +44,7 @@ LAYERS = {
         "batch_rows",
         "single_target",
         "packed_attention",
+        "row_rules",
         "packed_target",
         "waiting_requests",
         "decoding",
@@ -67,7 +69,7 @@ LIBRARIES = {
     1: {"torch", "transformers", "safetensors"},
     2: {"torch", "transformers", "safetensors", "huggingface_hub"},
 }
-STANDARD_LIBRARY_ONLY = {"metrics", "_version", "text_files"}
+STANDARD_LIBRARY_ONLY = {"metrics", "_version", "text_files", "json_values"}
 MAY_PRINT = {"cli", "__main__"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 80, 500
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     TextIteratorStreamer,
     TextStreamer,
@@ -188,17 +191,57 @@ def test_stop_strings_end_each_row_for_itself(pair):
         assert output[row, 6 : 6 + len(answer)].tolist() == answer
 
 
-def test_allowed_tokens_are_asked_for_by_row(pair):
+@pytest.mark.parametrize("copies", [1, 3])
+def test_allowed_tokens_are_asked_for_by_prompt(pair, copies):
     target, draft = pair
 
-    def allowed(row, ids):
-        return [10 + row, 20 + row]
+    def allowed(number, ids):
+        return [10 + number, 20 + number]
 
     output = target.generate(
-        **batch(3, 6), assistant_model=draft, do_sample=False, max_new_tokens=5, prefix_allowed_tokens_fn=allowed
+        **batch(3, 6),
+        assistant_model=draft,
+        do_sample=copies > 1,
+        num_return_sequences=copies,
+        max_new_tokens=5,
+        prefix_allowed_tokens_fn=allowed,
     )
-    for row in range(2):
-        assert set(output[row, 6:].tolist()) <= {10 + row, 20 + row}
+    for row in range(2 * copies):
+        assert set(output[row, 6:].tolist()) <= {10 + row // copies, 20 + row // copies}
+
+
+@pytest.mark.parametrize("option", ["encoder_repetition_penalty", "encoder_no_repeat_ngram_size"])
+def test_rules_about_the_prompt_are_about_the_own_one(pair, option):
+    target, draft = pair
+    options = {option: 3.0 if option == "encoder_repetition_penalty" else 1, "do_sample": False, "max_new_tokens": 8}
+    output = target.generate(**batch(30, 41, 5), assistant_model=draft, **options)
+    answers = generate_many(
+        target, draft, [random_prompt(n, seed=i)[0] for i, n in enumerate((30, 41, 5))], 1, **options
+    )
+    for row, length in enumerate((30, 41, 5)):
+        expected = alone(target, length, row, **options)
+        assert output[row, 41:].tolist() == expected
+        assert answers[row].tolist() == expected
+    assert alone(target, 41, 1, **options) != alone(target, 41, 1, do_sample=False, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("ignored", [2, torch.tensor([12, 12])])
+def test_prompts_that_a_penalty_ignores(pair, ignored):
+    """A custom processor of the user's, which counts in padded rows."""
+    target, draft = pair
+    output = target.generate(
+        **batch(5, 12),
+        assistant_model=draft,
+        do_sample=False,
+        max_new_tokens=8,
+        logits_processor=[RepetitionPenaltyLogitsProcessor(9.0, prompt_ignore_length=ignored)],
+    )
+    for row, length in enumerate((5, 12)):
+        own = max(0, (ignored if isinstance(ignored, int) else 12) - (12 - length))
+        processor = RepetitionPenaltyLogitsProcessor(9.0, prompt_ignore_length=own)
+        assert output[row, 12:].tolist() == alone(
+            target, length, row, do_sample=False, max_new_tokens=8, logits_processor=[processor]
+        )
 
 
 # Streams
@@ -232,10 +275,21 @@ def test_streams_end_after_an_error(pair):
 
 def test_too_few_streams(pair):
     target, draft = pair
+    streamer = TextIteratorStreamer(character_tokenizer(), timeout=30)
     with pytest.raises(ValueError, match=r"one streamer for each of 2 rows, got 1"):
-        target.generate(
-            **batch(3, 6), assistant_model=draft, streamer=RowStreamer([TextStreamer(character_tokenizer())])
-        )
+        target.generate(**batch(3, 6), assistant_model=draft, streamer=RowStreamer([streamer]))
+    list(streamer)  # would time out
+
+
+def test_a_row_streamer_may_be_used_again(pair):
+    target, draft = pair
+    streamers = [TextIteratorStreamer(character_tokenizer(), timeout=30) for _ in range(2)]
+    both = RowStreamer(streamers)
+    for options in ({}, {"guidance_scale": 2.0}):
+        with contextlib.suppress(NotImplementedError):
+            target.generate(**batch(3, 6), assistant_model=draft, max_new_tokens=4, streamer=both, **options)
+        for streamer in streamers:
+            list(streamer)  # would time out
 
 
 # Many prompts
@@ -293,9 +347,33 @@ def test_a_first_token_may_be_the_last(pair):
         assert answer.tolist() == alone(target, 4, seed, **options)
 
 
+def test_a_question_may_be_asked_while_others_wait(pair):
+    target, draft = pair
+    prompts = [random_prompt(4, seed=row)[0] for row in range(5)]
+    asked = []
+
+    def ask(number, answer):
+        text = random_prompt(6, seed=9)
+        asked.append(target.generate(text, assistant_model=draft, do_sample=False, max_new_tokens=5)[0, 6:].tolist())
+
+    options = {"do_sample": False, "max_new_tokens": 6}
+    answers = generate_many(target, draft, prompts, max_batch=2, on_finished=ask, **options)
+    assert asked == [alone(target, 6, 9, do_sample=False, max_new_tokens=5)] * 5
+    for row, answer in enumerate(answers):
+        assert answer.tolist() == alone(target, 4, row, **options)
+
+
+def test_configs_cannot_ask_for_several_answers(pair):
+    target, draft = pair
+    config = GenerationConfig(num_return_sequences=2, do_sample=True, max_new_tokens=4, return_dict_in_generate=True)
+    answers = generate_many(target, draft, [[5, 6], [7], [8, 9]], max_batch=2, generation_config=config)
+    assert [len(answer) for answer in answers] == [4, 4, 4]
+
+
 @pytest.mark.parametrize(
     ("prompts", "arguments", "message"),
     [
+        ([[3]], {"max_length": 9}, r"takes no `max_length`, got 9. Use `max_new_tokens`"),
         ([], {}, r"`prompts` must hold at least one prompt, got none"),
         ([[3], []], {}, r"at least one token, got none in prompt 1"),
         ([[3]], {"max_batch": 0}, r"`max_batch` must be >= 1, got 0"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed passes against the same attention text by text."""
 
+import copy
 import math
 import threading
 
@@ -14,6 +15,7 @@ from dspark_hf.packed_attention import (
     PackedPass,
     attention_packed,
     check_layers,
+    own_attention,
     packed_attention,
     packed_pass,
 )
@@ -81,7 +83,49 @@ def test_a_pass_over_some_rows_reads_their_keys():
     torch.testing.assert_close(some, alone)
 
 
-@pytest.mark.parametrize("name", ["softcap", "s_aux"])
+def test_values_may_be_narrower_than_keys():
+    keys, values = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 5)
+    query = torch.randn(1, 4, 3, 8)
+    with packed_pass(PackedPass([0, 1], [4, 2], [1, 2], CPU)):
+        output, _ = packed_attention(nn.Identity(), query, keys, values, None)
+    assert output.shape == (1, 3, 4, 5)
+    weight = (keys[0, 1, :5] @ query[0, 3, 0] / math.sqrt(8)).softmax(-1)
+    torch.testing.assert_close(output[0, 0, 3], weight @ values[0, 1, :5])
+
+
+def test_a_window_may_be_the_layers_own():
+    class Layer(nn.Module):
+        sliding_window = 2
+
+    keys = torch.randn(1, 2, 9, 4)
+    query = torch.randn(1, 2, 1, 4)
+    with packed_pass(PackedPass([0], [6], [1], CPU)):
+        own, _ = packed_attention(Layer(), query, keys, keys, None)
+        told, _ = packed_attention(nn.Identity(), query, keys, keys, None, sliding_window=2)
+        full, _ = packed_attention(Layer(), query, keys, keys, None, sliding_window=None)
+    assert torch.equal(own, told)
+    assert not torch.allclose(own, full)
+
+
+def test_a_call_without_a_mask_does_not_see_the_future():
+    """A plain call that began before a batch may have made none, for its kernel needed none."""
+    keys, values = torch.randn(2, 1, 2, 6, 4)
+    query = torch.randn(1, 4, 6, 4)
+    output, _ = packed_attention(nn.Identity(), query, keys, values, None)
+    first, _ = packed_attention(nn.Identity(), query[:, :, :1], keys[:, :, :1], values[:, :, :1], None)
+    torch.testing.assert_close(output[:, :1], first)
+
+
+def test_parts_get_their_own_implementations_back():
+    target = tiny_target()
+    target.model.config = copy.copy(target.config)
+    target.model.config._attn_implementation_internal = "eager"
+    with attention_packed(target):
+        assert own_attention(target) == "sdpa"
+    assert (target.config._attn_implementation, target.model.config._attn_implementation) == ("sdpa", "eager")
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "sinks", "position_bias"])
 def test_what_changes_the_scores_is_refused(name):
     tensor = torch.ones(1, 2, 1, 4)
     with pytest.raises(NotImplementedError, match=rf"plain softmax attention only; Identity passes `{name}`"):
