@@ -37,6 +37,12 @@ SIZES = {
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
 # Config and model class by name, and what differs from SIZES.
+REFUSED_IN_BATCHES = {
+    *("bloom", "falcon", "mpt", "stablelm", "xglm"),  # attention of their own
+    *("gemma2", "vaultgemma", "gpt_oss"),  # scores that are capped, or sinks
+    *("lfm2", "lfm2_moe", "llama4_text"),  # convolutions, chunks
+}
+
 ARCHITECTURES = {
     "bitnet": ("BitNetConfig", "BitNetForCausalLM", {}),
     "bloom": ("BloomConfig", "BloomForCausalLM", {}),
@@ -154,6 +160,26 @@ def test_left_padding(target):
 
 
 @torch.no_grad()
+def test_batch_of_two(target):
+    """Each row as it would be alone, or refused with the reason before any token."""
+    torch.manual_seed(2)
+    draft = dspark_hf.DSparkDraftModel(draft_config_for(target)).eval()
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    long, short = random_prompt(20, seed=5), random_prompt(9, seed=6)  # windows are 8 wide
+    batch = torch.cat([long, torch.cat([torch.zeros(1, 11, dtype=torch.long), short], dim=1)])
+    mask = torch.ones_like(batch)
+    mask[1, :11] = 0
+    try:
+        text = generate(target, batch, draft, attention_mask=mask)
+    except NotImplementedError as refusal:
+        assert "one row at a time" in str(refusal).lower()
+        assert target.config.model_type in REFUSED_IN_BATCHES
+        return
+    for row, prompt in enumerate((long, short)):
+        alone = generate(target, prompt)
+        assert text[row, 20:].tolist() == alone[0, prompt.shape[1] :].tolist()
+
+
 def test_draft_reads_the_outputs_of_its_layers(target):
     # Of every committed token, in order, once: hooks on the layers of a pass over the whole text say the same.
     prompt = random_prompt(11)
