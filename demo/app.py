@@ -4,10 +4,7 @@
 import typer
 
 from dspark_hf.cli.demo import demo_command
-from dspark_hf.demo.app import build_demo
 
-
-__all__ = ["build_demo"]
 
 if __name__ == "__main__":
     typer.run(demo_command)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from .json_values import json_values
 from .metrics import RoundRecord
 from .scheduling import prefix_survival
 
@@ -211,7 +212,7 @@ class CalibrationReport:
             `dict[str, Any]`: `None` in the place of NaN.
         """
         means = {"mean_error_before": self.mean_error_before, "mean_error_after": self.mean_error_after}
-        return _without_nan(dataclasses.asdict(self) | means)
+        return json_values(dataclasses.asdict(self) | means)
 
 
 def calibration_report(fitted: ConfidenceObservations, check: ConfidenceObservations) -> CalibrationReport:
@@ -445,14 +446,6 @@ def _bin_sums(values: torch.Tensor, bins: torch.Tensor, num_bins: int) -> torch.
 
 def _mean_error(figures: Sequence[SurvivalFigures]) -> float:
     return sum(slot.expected_calibration_error for slot in figures) / len(figures)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nan(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(entry) for entry in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _check_num_rounds(observations: ConfidenceObservations) -> None:

@@ -2,7 +2,7 @@
 """Several ways to draft, side by side: plain generation, prompt lookup, the draft as it is, and with every slot sent.
 
 What `dspark-hf eval` does, in Python, on a few built-in prompts. For figures to rely on, take dozens of your own
-prompts; see docs/evaluation.md.
+prompts; see docs/evaluation.md. `--output` writes a report, and needs the `eval` extra.
 
 Run it with
     python examples/evaluate.py --tasks my_prompts.jsonl --num-questions 40 --max-new-tokens 128 --output my-evaluation
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dspark_hf import load_default_pair
 from dspark_hf.evaluation.drafters import check_names, default_drafters, load_drafters, parse_drafter
-from dspark_hf.evaluation.report import write_report
+from dspark_hf.evaluation.report import check_can_report, write_report
 from dspark_hf.evaluation.running import evaluate, settings_for, warm_up
 from dspark_hf.evaluation.summary import interval_text, summarize_runs
 from dspark_hf.evaluation.tasks import load_tasks
@@ -27,6 +27,8 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--output", type=Path, help="folder that keeps the answers, to go on with; default: none")
     args = parser.parse_args()
+    if args.output:
+        check_can_report()  # better now than after the work
 
     target, _, tokenizer = load_default_pair()
     tasks = load_tasks(args.tasks, args.num_questions)

@@ -49,6 +49,9 @@ def main() -> None:
                 files = sorted(written[-1].folder.iterdir())
                 print(f"{to}: " + ", ".join(f"{path.name} ({path.stat().st_size / 1e3:.1f} kB)" for path in files))
 
+        if not written:
+            raise SystemExit("Nothing was written: every layout was refused.")
+
         # What was written is read like any other checkpoint, and drafts the very same tokens.
         inputs = tokenizer("The three primary colours are", return_tensors="pt")
         drafted = []

@@ -39,7 +39,7 @@ def main() -> None:
         )
         return output[0, num_prompt:].tolist()
 
-    # One row at a time: several samples are several calls, not `num_return_sequences`.
+    # A seed for each sample, so several calls; without seeds `num_return_sequences` does it in one.
     with collect_rounds() as stats:
         samples = {seed: sample(seed) for seed in range(args.seed, args.seed + args.num_samples)}
     for seed, token_ids in samples.items():

@@ -40,7 +40,7 @@ def demo_command(
             from ..demo.settings import Limits
         except ImportError as error:
             raise RuntimeError(
-                f'The demo needs gradio 6 and pandas ({error}): pip install "dspark-hf[demo]".'
+                f'The demo needs gradio (6.27 or newer, below 7) and pandas ({error}): pip install "dspark-hf[demo]".'
             ) from error
         with console.status("Loading the models (the default target is fetched and converted once)..."):
             pair = Pair(*load_pair(target, draft, dtype, device))

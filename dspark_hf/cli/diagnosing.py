@@ -84,7 +84,7 @@ def doctor_command(
                 on_progress=lambda step: spinner.update(f"{step}..."),
             )
     if json_output:
-        typer.echo(json.dumps(diagnosis.to_dict(), indent=2))
+        typer.echo(json.dumps(diagnosis.to_dict(), indent=2, allow_nan=False))
     else:
         print_diagnosis(diagnosis, console)
     raise typer.Exit(diagnosis.exit_status)

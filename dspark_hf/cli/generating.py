@@ -11,10 +11,12 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 from transformers import TextStreamer
 
 from ..comparison import ComparisonSummary, PromptComparison, compare, encode_prompt, summarize
+from ..json_values import json_values
 from ..metrics import collect_rounds
 from ..versions import library_versions
 from .options import (
@@ -86,7 +88,8 @@ def compare_command(
                 on_progress=lambda: progress.advance(task),
             )
     if json_output:
-        typer.echo(json.dumps(_as_json(results, dtype, str(model.device), temperature), indent=2))
+        found = _as_json(results, dtype, str(model.device), temperature)
+        typer.echo(json.dumps(json_values(found), indent=2, allow_nan=False))
     else:
         _print_comparison(results, dtype, temperature)
 
@@ -155,7 +158,7 @@ def _print_comparison(results: list[PromptComparison], dtype: str, temperature: 
         table.add_column(heading, justify="right", no_wrap=True)
     for pool in _summaries(results):
         table.add_row(
-            f"{pool.name} ({pool.num_prompts})",
+            escape(f"{pool.name} ({pool.num_prompts})"),
             f"{pool.plain_tokens_per_s:.1f}",
             f"{pool.dspark_tokens_per_s:.1f}",
             f"{pool.speedup:.2f}x",
@@ -180,7 +183,7 @@ def _print_differences(results: list[PromptComparison], dtype: str) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     for result in different:
         gap = f"{result.top2_gap:.4f}" if result.top2_gap is not None else "-"
-        table.add_row(" ".join(result.prompt.text.split())[:48], str(result.first_difference), gap)
+        table.add_row(escape(" ".join(result.prompt.text.split())[:48]), str(result.first_difference), gap)
     console.print(table)
     if dtype == "float32":
         console.print("[bold red]In float32 the texts should be the same. Please report this with `dspark-hf env`.[/]")

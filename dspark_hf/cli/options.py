@@ -13,6 +13,7 @@ import transformers
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..default_pair import ensure_default_target, load_default_pair
@@ -68,7 +69,8 @@ def errors_in_words() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, NotImplementedError, RuntimeError, MemoryError) as error:
-        errors.print(f"[bold red]Error:[/] {error}", highlight=False, soft_wrap=True)
+        # As it is: a message may hold brackets, which markup would read.
+        errors.print(Text.assemble(("Error:", "bold red"), f" {error}"), soft_wrap=True)
         raise typer.Exit(2) from error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import gradio as gr
 
+from ..model_names import shown_name
 from .records import Progress, Side
 from .session import Session
 from .settings import RunSettings
@@ -19,6 +20,7 @@ logger = logging.getLogger("transformers.dspark_hf.demo")
 
 # Whatever runs a model shares this queue, in which one request at a time is served.
 MODELS = {"concurrency_id": "models", "concurrency_limit": 1}
+DEFAULT_NEW_TOKENS = 64  # where a program names no other, and the bound allows it
 # What an unexpected error is told as; the log has the rest.
 UNEXPECTED = "The server failed on this request, which is a fault of the demo. Its log says more."
 
@@ -35,11 +37,13 @@ def add_endpoints(session: Session) -> None:
         raw: bool = False,
         temperature: float = 0.0,
         top_p: float = 1.0,
-        max_new_tokens: int = 64,
+        max_new_tokens: int | None = None,
         num_assistant_tokens: int | None = None,
         schedule: str | None = None,
         seed: int = 0,
     ) -> dict[str, Any]:
+        if max_new_tokens is None:
+            max_new_tokens = min(DEFAULT_NEW_TOKENS, session.limits.max_new_tokens)
         settings = RunSettings(prompt, raw, temperature, top_p, max_new_tokens, num_assistant_tokens, schedule, seed)
         try:
             with contextlib.closing(session.compare(settings)) as steps:
@@ -53,8 +57,8 @@ def add_endpoints(session: Session) -> None:
 
     def pair() -> dict[str, Any]:
         return {
-            "target": session.pair.target.config.name_or_path,
-            "draft": session.pair.draft.config.name_or_path,
+            "target": shown_name(session.pair.target.config.name_or_path),
+            "draft": shown_name(session.pair.draft.config.name_or_path),
             "dtype": session.pair.dtype_name,
             "num_draft_slots": session.pair.num_slots,
             "limits": dict(vars(session.limits)),

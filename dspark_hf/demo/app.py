@@ -158,6 +158,8 @@ def _facts(pair: Pair) -> list[str]:
 
 def _add_controls(session: Session) -> _Controls:
     limits, num_slots = session.limits, session.pair.num_slots
+    saved = session.pair.draft.generation_config.num_assistant_tokens
+    most_drafts = num_slots if saved is None else min(saved, num_slots)
     with gr.Row(equal_height=False):
         with gr.Column(scale=1, min_width=340):
             prompt = gr.Textbox(
@@ -183,7 +185,7 @@ def _add_controls(session: Session) -> _Controls:
                 temperature = gr.Slider(0.1, 2, value=0.7, step=0.1, label="Temperature", min_width=140)
                 top_p = gr.Slider(0.05, 1, value=0.9, step=0.05, label="Top-p", min_width=140)
             with gr.Accordion("Drafting and seed", open=False):
-                drafts = gr.Slider(1, num_slots, value=num_slots, step=1, label="Most drafts per round")
+                drafts = gr.Slider(1, num_slots, value=most_drafts, step=1, label="Most drafts per round")
                 schedule = gr.Dropdown([OWN_SCHEDULE, *SCHEDULES], value=OWN_SCHEDULE, label="Schedule")
                 seed = gr.Number(0, precision=0, minimum=0, label="Seed")
             with gr.Row():

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..json_values import json_values
 from ..metrics import RoundRecord
 from ..modeling_dspark import DSparkDraftModel
 from ..prompts import BUILTIN_PROMPTS, Prompt
@@ -99,7 +99,7 @@ class Diagnosis:
             "exit_status": self.exit_status,
             "sentences": self.sentences(),
             "training_commands": list(self.training_commands),
-            **_finite(dataclasses.asdict(self)),
+            **json_values(dataclasses.asdict(self)),
         }
 
 
@@ -165,15 +165,6 @@ def diagnose(
     findings.sort(key=lambda finding: finding.severity != FAULT)
     names = (model.config.name_or_path or type(model).__name__ for model in (target, draft))
     return Diagnosis(*names, tuple(findings), probe, gain)
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no word for infinity and none for what is not a number."""
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _cannot_run(pair: Pair, findings: list[Finding]) -> list[Finding]:

@@ -32,7 +32,12 @@ PLAIN, PROMPT_LOOKUP, ASSISTANT, MTP, DFLASH, DRAFT = "plain", "prompt-lookup", 
 KINDS = {PLAIN: False, PROMPT_LOOKUP: False, ASSISTANT: True, MTP: False, DFLASH: True, DRAFT: False}
 TAKES_PATH = (ASSISTANT, DFLASH, DRAFT)
 LOOKUP_TOKENS = 10
-ALL_SLOTS = ("num_assistant_tokens_schedule", "constant")
+# What was saved with the draft is unset, for it would cut the block.
+ALL_SLOTS = (
+    ("num_assistant_tokens_schedule", "constant"),
+    ("num_assistant_tokens", None),
+    ("assistant_confidence_threshold", None),
+)
 _DRAFTING = (DRAFT, ASSISTANT, DFLASH)
 # Knob -> what it takes, and the kinds that have it.
 KNOBS: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
@@ -55,7 +60,8 @@ class Drafter:
         name (`str`): What it is called in the report.
         kind (`str`): One of `KINDS`.
         path (`str`, *optional*): Folder or Hub id of the model that drafts.
-        knobs (`tuple[tuple[str, Any], ...]`, *optional*, defaults to `()`): Knobs that differ from its own.
+        knobs (`tuple[tuple[str, Any], ...]`, *optional*, defaults to `()`):
+            Knobs that differ from its own; `None` unsets one.
     """
 
     name: str
@@ -154,7 +160,7 @@ def default_drafters(drafts: Sequence[str]) -> list[Drafter]:
     found = [Drafter(PROMPT_LOOKUP, PROMPT_LOOKUP)]
     for path in drafts or [None]:
         name = Path(path).name if path is not None else "dspark"
-        found += [Drafter(name, DRAFT, path), Drafter(f"{name} all slots", DRAFT, path, (ALL_SLOTS,))]
+        found += [Drafter(name, DRAFT, path), Drafter(f"{name} all slots", DRAFT, path, ALL_SLOTS)]
     return found
 
 

@@ -22,9 +22,9 @@ from ..simulation import full_blocks
 from .drafters import PLAIN
 from .intervals import Interval, bootstrap, ratio, ratio_of_ratios
 from .runs import Run
+from .tasks import ALL
 
 
-ALL = "all"
 LENGTHS = (8, 32, 128)
 THRESHOLDS = tuple(round(0.1 * step, 1) for step in range(10))
 WORST_SHARE = 0.1

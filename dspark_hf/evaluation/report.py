@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..figure_files import check_can_plot
+from ..model_names import shown_name
 from ..text_files import write_text
 from .drafters import PLAIN
 from .intervals import Interval
@@ -141,7 +142,8 @@ def as_html(evaluation: Evaluation) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"interval": interval_text, "number": _number, "ms": _milliseconds, "verdict": verdict}
+    environment.filters |= {"interval": interval_text, "number": _number, "ms": _milliseconds}
+    environment.filters |= {"verdict": verdict, "shown": shown_name}
     has_others = any(entry.drafter != PLAIN for entry in evaluation.figures)
     plots = {
         "speedup": speedup_plot(evaluation) if has_others else None,

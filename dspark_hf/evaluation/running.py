@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..comparison import encode_prompt
 from ..metrics import collect_rounds
@@ -30,6 +30,8 @@ from .tasks import Question, TaskData
 RUNS_FILE = "runs.jsonl"
 WARM_UP_TOKENS = 8
 NUM_VALUES = 16  # of each tensor, for the fingerprint
+# Of a config: where it comes from, not what it says. The dtype is a setting of its own.
+ORIGIN = ("_name_or_path", "transformers_version", "dtype")
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Settings:
 
     Args:
         target (`str`): Name or path of the target.
-        weights (`dict[str, str]`): Fingerprints of the weights, of the target and of each drafter that has any.
+        weights (`dict[str, str]`): Fingerprints of the target and of each drafter that has weights, knobs included.
         tasks (`dict[str, str]`): Task -> fingerprint of its questions.
         drafters (`list[dict[str, Any]]`): The drafters, as they were asked for.
         temperatures (`list[float]`): One for each decoding.
@@ -116,8 +118,12 @@ def settings_for(
         raise ValueError(f"`top_p` must lie in (0, 1], got {top_p}.")
     return Settings(
         target=target.config.name_or_path,
-        weights={"target": weights_fingerprint(target)}
-        | {loaded.name: weights_fingerprint(loaded.assistant) for loaded in drafters if loaded.assistant is not None},
+        weights={"target": weights_fingerprint(target, target.generation_config)}
+        | {
+            loaded.name: weights_fingerprint(loaded.assistant, loaded.knobs)
+            for loaded in drafters
+            if loaded.assistant is not None
+        },
         tasks={task.name: task.fingerprint for task in tasks},
         drafters=[json.loads(json.dumps(dataclasses.asdict(loaded.drafter))) for loaded in drafters],
         temperatures=[float(temperature) for temperature in temperatures],
@@ -134,17 +140,22 @@ def settings_for(
     )
 
 
-def weights_fingerprint(model: PreTrainedModel) -> str:
-    """Tell a model from the same one trained further, in little time: from the first values of every tensor.
+def weights_fingerprint(model: PreTrainedModel, knobs: GenerationConfig | None = None) -> str:
+    """Tell a model from the same one trained further, calibrated or set otherwise, in little time.
 
     Args:
-        model (`PreTrainedModel`): The model.
+        model (`PreTrainedModel`): The model. The first values of every tensor count, and its config.
+        knobs (`GenerationConfig`, *optional*): What it generates with.
 
     Returns:
         `str`
     """
     digest = hashlib.sha256()
-    for name, tensor in model.named_parameters():
+    for config in (model.config, knobs):
+        values = config.to_dict() if config is not None else {}
+        said = {name: value for name, value in values.items() if name not in ORIGIN}
+        digest.update(json.dumps(said, sort_keys=True, default=str).encode())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         if tensor.device.type != "meta":  # weights that are offloaded
             digest.update(tensor.detach().flatten()[:NUM_VALUES].float().cpu().numpy().tobytes())

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..json_values import json_values
 from .drafters import PLAIN, LoadedDrafter
 from .figures import (
     ALL,
@@ -107,7 +108,7 @@ class Evaluation:
         Returns:
             `dict[str, Any]`: `None` in the place of NaN.
         """
-        return _plain_values(dataclasses.asdict(self)) | {"sentences": self.sentences()}
+        return json_values(dataclasses.asdict(self)) | {"sentences": self.sentences()}
 
 
 def summarize_runs(
@@ -196,11 +197,3 @@ def _extent(part: LengthSpeedup) -> str:
 def _entry(loaded: LoadedDrafter) -> DrafterEntry:
     drafter = loaded.drafter
     return DrafterEntry(drafter.name, drafter.kind, drafter.path, dict(drafter.knobs), loaded.note, loaded.refusal)
-
-
-def _plain_values(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain_values(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain_values(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,6 +14,7 @@ from ..prompts import BUILTIN_PROMPTS, read_prompts
 
 
 BUILTIN = "builtin"
+ALL = "all"  # the tasks taken together
 FILE_ENDINGS = (".txt", ".json", ".jsonl")
 # Asked for by the paper's evaluation as well: without it a model may answer a sum with a number alone.
 REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -142,13 +143,19 @@ def load_tasks(names: Sequence[str], limit: int | None = None) -> list[TaskData]
         FileNotFoundError: If there is no such file.
         OSError: If a data set cannot be fetched.
         RuntimeError: If `datasets` is not installed.
-        ValueError: If a name is unknown, two tasks share one, a file is empty or malformed, or `limit` is below 1.
+        ValueError: If a name is unknown or `all`, two tasks share one, a file is empty or malformed, or `limit` is
+            below 1.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` must be >= 1, got {limit}. Leave it away for all questions.")
     if not names:
         raise ValueError(f"An evaluation needs at least one task, got none. {_choices()}")
     titles = [_title(name) for name in names]
+    if ALL in titles:
+        raise ValueError(
+            f"A task's name must not be {ALL!r}, which in the report names the pool of all tasks. Rename the file, or "
+            "name each task."
+        )
     twice = sorted({title for title in titles if titles.count(title) > 1})
     if twice:
         raise ValueError(f"Tasks must have different names, got {twice} more than once. Rename a file.")

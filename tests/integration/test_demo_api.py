@@ -2,6 +2,7 @@
 """The demo's endpoints, over HTTP: what they return, what they refuse, and many clients at a time."""
 
 import runpy
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +71,29 @@ def test_pair_tells_the_bounds(client):
     assert told["num_draft_slots"] == 4
     assert told["dtype"] == "float32"
     assert told["limits"]["max_new_tokens"] == 300
+
+
+def test_pair_tells_no_path(server, client, tmp_path, monkeypatch):
+    (tmp_path / "my-target").mkdir()
+    monkeypatch.setattr(server.target.config, "_name_or_path", str(tmp_path / "my-target"))
+    monkeypatch.setattr(server.draft.config, "_name_or_path", "org/my-draft")
+    told = client.predict(api_name="/pair")
+    assert (told["target"], told["draft"]) == ("my-target", "org/my-draft")
+
+
+def test_an_answer_is_short_where_no_length_is_named(client):
+    assert client.predict(PROMPT, api_name="/compare")["plain"]["num_tokens"] == 64
+    small = Server(max_new_tokens=7)
+    assert small.client().predict(PROMPT, api_name="/compare")["plain"]["num_tokens"] == 7
+    small.demo.close(verbose=False)
+
+
+@pytest.mark.parametrize(("saved", "expected"), [(None, 4), (2, 2), (20, 4)])
+def test_the_page_begins_with_the_drafts_own_number(saved, expected, server, monkeypatch):
+    monkeypatch.setattr(server.draft.generation_config, "num_assistant_tokens", saved)
+    page = build_demo(server.target, server.draft, server.tokenizer)
+    (slider,) = [part for part in page.blocks.values() if getattr(part, "label", "") == "Most drafts per round"]
+    assert (slider.value, slider.maximum) == (expected, 4)
 
 
 def test_compare_has_the_text_of_generate(server, client):
@@ -194,8 +218,24 @@ def test_two_apps_share_nothing(server):
     assert server.client().predict(api_name="/pair")["limits"]["max_new_tokens"] == 300
 
 
-def test_the_app_file_offers_the_same_function():
-    assert runpy.run_path(str(ROOT / "demo" / "app.py"))["build_demo"] is build_demo
+def run_app_file(monkeypatch, *arguments):
+    path = str(ROOT / "demo" / "app.py")
+    monkeypatch.setattr(sys, "argv", [path, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(path, run_name="__main__")
+    return ended.value.code
+
+
+def test_the_app_file_is_the_command(monkeypatch, capsys):
+    assert run_app_file(monkeypatch, "--target", "somewhere") == 2
+    assert "`--target` needs `--draft`" in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_told_by_its_name(monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "dspark_hf.demo.app")
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    assert run_app_file(monkeypatch) == 2
+    assert 'pip install "dspark-hf[demo]"' in capsys.readouterr().err
 
 
 def test_the_command_refuses_in_words():

@@ -3,6 +3,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -20,12 +21,19 @@ from typer.testing import CliRunner
 from dspark_hf import collect_rounds
 from dspark_hf.cli import app, evaluating
 from dspark_hf.evaluation.drafters import check_names, load_drafters, parse_drafter
-from dspark_hf.evaluation.running import RUNS_FILE, evaluate, num_answers, settings_for, warm_up
+from dspark_hf.evaluation.running import (
+    RUNS_FILE,
+    evaluate,
+    num_answers,
+    settings_for,
+    warm_up,
+    weights_fingerprint,
+)
 from dspark_hf.evaluation.runs import Observer
 from dspark_hf.evaluation.summary import summarize_runs
 from dspark_hf.evaluation.tasks import load_tasks
 from tests.eagle3_support import oracle_eagle3
-from tests.helpers import MASK_TOKEN_ID, VOCAB_SIZE, oracle_draft, spread_confidence, tiny_target
+from tests.helpers import MASK_TOKEN_ID, VOCAB_SIZE, oracle_draft, random_draft, spread_confidence, tiny_target
 from tests.integration.support import letter_tokenizer, lively_target
 
 
@@ -307,6 +315,32 @@ def test_a_draft_that_was_trained_further_is_refused(target, folder, tasks, tmp_
         evaluate(target, tokenizer, tasks, drafters, other, tmp_path)
 
 
+@pytest.mark.parametrize("changed", ["calibration", "knob"])
+def test_a_draft_that_was_set_otherwise_is_refused(changed, target, tasks, tmp_path):
+    draft = spread_confidence(oracle_draft(target))
+    draft.save_pretrained(tmp_path / "draft")
+    tokenizer, drafters, settings = prepare(target, tmp_path, tasks, "draft:{folder}/draft", temperatures=[0.0])
+    evaluate(target, tokenizer, tasks, drafters, settings, tmp_path)
+    assert prepare(target, tmp_path, tasks, "draft:{folder}/draft", temperatures=[0.0])[2] == settings
+    if changed == "calibration":
+        draft.config.confidence_temperatures = [1.0, 1.0, 1.0, 1.5]
+    else:
+        draft.generation_config.num_assistant_tokens = 2
+    draft.save_pretrained(tmp_path / "draft")
+    _, drafters, other = prepare(target, tmp_path, tasks, "draft:{folder}/draft", temperatures=[0.0])
+    with pytest.raises(ValueError, match=r"other settings \(weights\)"):
+        evaluate(target, tokenizer, tasks, drafters, other, tmp_path)
+
+
+def test_what_tells_two_models_apart():
+    draft = random_draft()
+    first = weights_fingerprint(draft, draft.generation_config)
+    draft.config.name_or_path = "another/folder"
+    assert weights_fingerprint(draft, draft.generation_config) == first
+    draft.rotary_emb.inv_freq[-1] *= 1.01
+    assert weights_fingerprint(draft, draft.generation_config) != first
+
+
 def test_a_broken_line_is_named(target, folder, tasks, tmp_path):
     tokenizer, drafters, settings = prepare(target, folder, tasks, "prompt-lookup", temperatures=[0.0])
     evaluate(target, tokenizer, tasks, drafters, settings, tmp_path)
@@ -402,6 +436,7 @@ def test_bad_input_is_named_before_anything_is_loaded(folder, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     out = ["--output", tmp_path / "out"]
     refuse("gsm9k", *pair(folder), *out, match="There is no task 'gsm9k'")
+    refuse("no[/b]such", *pair(folder), *out, match=r"There is no task 'no\[/b\]such'")
     refuse(tmp_path / "empty.jsonl", *pair(folder), *out, match="at least one prompt, got none")
     refuse(tmp_path / "none.jsonl", *pair(folder), *out, match="must exist")
     refuse("--target", folder / "target", *out, match="name `--draft`")
@@ -410,3 +445,9 @@ def test_bad_input_is_named_before_anything_is_loaded(folder, tmp_path):
     refuse("--drafter", "eagle", *out, match="with a KIND of")
     refuse("--temperatures", "0;1", *out, match="numbers with commas")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("library", ["datasets", "jinja2"])
+def test_a_missing_extra_is_told_by_its_name(library, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    refuse("gsm8k", "--output", tmp_path / "out", match=r'pip install "dspark-hf\[eval\]"')

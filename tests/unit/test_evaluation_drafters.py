@@ -95,7 +95,19 @@ def test_defaults_are_each_draft_with_its_schedule_and_with_every_slot():
     assert [drafter.name for drafter in default_drafters([])] == ["prompt-lookup", "dspark", "dspark all slots"]
     named = default_drafters(["x/one", "y/two"])
     assert [drafter.name for drafter in named[1:]] == ["one", "one all slots", "two", "two all slots"]
-    assert named[2] == Drafter("one all slots", "draft", "x/one", (("num_assistant_tokens_schedule", "constant"),))
+    assert (named[2].name, named[2].path) == ("one all slots", "x/one")
+
+
+def test_all_slots_are_sent_whatever_was_saved_with_the_draft(target, tmp_path):
+    draft = random_draft()
+    draft.generation_config.assistant_confidence_threshold = 0.5
+    draft.generation_config.num_assistant_tokens = 2
+    draft.save_pretrained(tmp_path / "cut")
+    rows = default_drafters([str(tmp_path / "cut")])[1:]
+    own, every = load_drafters(rows, target, character_tokenizer())
+    assert (own.knobs.assistant_confidence_threshold, own.knobs.num_assistant_tokens) == (0.5, 2)
+    assert (every.knobs.assistant_confidence_threshold, every.knobs.num_assistant_tokens) == (None, None)
+    assert [own.sends_every_slot, every.sends_every_slot] == [False, True]
 
 
 def test_plain_generation_comes_first_and_once():

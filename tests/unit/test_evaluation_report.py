@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from dspark_hf.evaluation.drafters import Drafter, LoadedDrafter
+from dspark_hf.evaluation.drafters import ALL_SLOTS, Drafter, LoadedDrafter
 from dspark_hf.evaluation.intervals import Interval
 from dspark_hf.evaluation.report import as_html, check_can_report, write_report, write_tensorboard
 from dspark_hf.evaluation.running import Settings
@@ -40,7 +40,9 @@ SETTINGS = Settings(
 NUM_QUESTIONS = 12
 
 
-def make_evaluation(prompt="What?", name="draft", sends_every_slot=True, refused=False, settings=SETTINGS):
+def make_evaluation(
+    prompt="What?", name="draft", sends_every_slot=True, refused=False, settings=SETTINGS, path="a/draft"
+):
     """Two tasks of twelve questions, greedy and sampled; the last greedy answer differs at token 2."""
     runs, questions = [], {"math": [], "code": []}
     for task, found in questions.items():
@@ -57,7 +59,7 @@ def make_evaluation(prompt="What?", name="draft", sends_every_slot=True, refused
                 runs += [plain, ours.__class__(**(vars(ours) | {"drafter": name}))]
     drafters = [
         LoadedDrafter(Drafter("plain", "plain")),
-        LoadedDrafter(Drafter(name, "draft", "a/draft"), num_slots=2, sends_every_slot=sends_every_slot),
+        LoadedDrafter(Drafter(name, "draft", path, ALL_SLOTS), num_slots=2, sends_every_slot=sends_every_slot),
     ]
     if refused:
         drafters.append(LoadedDrafter(Drafter("mtp", "mtp"), refusal="This target has <none>."))
@@ -139,14 +141,18 @@ def test_the_page_needs_nothing_else(evaluation):
     for part in ("the target's own token included", "whole answers", "bfloat16", "code 11", "Threshold sweep"):
         assert part in texts
     assert "may part where two tokens" in texts
+    assert {"Evaluation of a/target", "a/draft", "num_assistant_tokens_schedule=constant "} <= set(page.texts)
+    assert "None" not in " ".join(page.texts[: page.texts.index("Figures")])  # knobs that are unset
 
 
 @pytest.fixture(scope="module")
 def hostile_folder(tmp_path_factory):
     """The report of an evaluation in float32 whose prompts and names are made to break it."""
     folder = tmp_path_factory.mktemp("hostile")
-    exact = Settings(**(vars(SETTINGS) | {"dtype": "float32"}))
-    evaluation = make_evaluation("=1+1" + HOSTILE, HOSTILE, sends_every_slot=False, refused=True, settings=exact)
+    (folder / "my-model").mkdir()
+    path = str(folder / "my-model")
+    exact = Settings(**(vars(SETTINGS) | {"dtype": "float32", "target": path}))
+    evaluation = make_evaluation("=1+1" + HOSTILE, HOSTILE, False, refused=True, settings=exact, path=path)
     write_report(evaluation, folder)
     return folder
 
@@ -157,6 +163,15 @@ def test_texts_of_others_stay_texts(hostile_folder):
     assert not page.named("none")
     assert any(HOSTILE in text for text in page.texts)
     assert any("does not apply: This target has <none>." in text for text in page.texts)
+
+
+def test_the_page_shows_no_path_of_this_machine(hostile_folder):
+    html = (hostile_folder / "report.html").read_text(encoding="utf-8")
+    assert str(hostile_folder) not in html
+    assert html.count("Evaluation of my-model") == 2
+    assert '<td class="text">my-model</td>' in html
+    found = json.loads((hostile_folder / "report.json").read_text())
+    assert found["settings"]["target"] == str(hostile_folder / "my-model")  # what it was made with
 
 
 def test_cells_are_no_formulas(hostile_folder):
@@ -179,7 +194,7 @@ def test_confidences_are_judged_where_every_slot_was_sent(evaluation):
 
 def test_without_confidences_the_page_says_how_to_get_them(hostile_folder):
     html = (hostile_folder / "report.html").read_text(encoding="utf-8")
-    assert "num_assistant_tokens_schedule=constant" in html
+    assert "<code>num_assistant_tokens_schedule=constant</code>" in html
     assert "Threshold sweep" not in html
 
 

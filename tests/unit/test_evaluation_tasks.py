@@ -127,6 +127,13 @@ def test_two_files_of_one_name(tmp_path):
         load_tasks([str(path) for path in paths])
 
 
+def test_no_task_is_called_as_their_pool(tmp_path):
+    path = write(tmp_path / "all.jsonl", TURNS)
+    for name in (str(path), "all"):
+        with pytest.raises(ValueError, match="must not be 'all', which in the report names the pool"):
+            load_tasks(["builtin", name])
+
+
 def test_files_that_cannot_be_read(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
         load_tasks([str(tmp_path / "nowhere.jsonl")])
