@@ -100,7 +100,9 @@ def calibrate_command(
         typer.echo(json.dumps(report.to_dict(), indent=2, allow_nan=False))
     else:
         _print_calibration(report)
-    errors.print(f"Saved in {folder}." if saves else "Nothing was saved: pass --output for a copy of the draft.")
+    errors.print(
+        f"Saved in {folder}." if saves else "Nothing was saved: pass --output for a copy of the draft.", markup=False
+    )
 
 
 def _print_calibration(report: CalibrationReport) -> None:

@@ -86,7 +86,7 @@ def prepare(
                 added = job.run_at_server(server, target, concurrency, progress)
             else:
                 added = job.run_here(*load_target(target, dtype, device), progress)
-    console.print(f"{added} rows added to {output}.")
+    console.print(f"{added} rows added to {output}.", markup=False)
 
 
 def train(
@@ -106,5 +106,5 @@ def train(
         model, tokenizer = load_target(target, dtype, device or str(arguments.device))
         _, figures = train_draft(model, tokenizer, data_arguments, draft_arguments, arguments)
     if arguments.process_index == 0:
-        errors.print(f"The draft is in {arguments.output_dir}.", highlight=False, soft_wrap=True)
+        errors.print(f"The draft is in {arguments.output_dir}.", markup=False, highlight=False, soft_wrap=True)
         console.print_json(data=figures)

@@ -52,7 +52,7 @@ def profile_command(
         _print_profile(measured)  # first: a folder that cannot be written does not cost the figures
         path = output if output is not None else profile_path(model, draft_model, num_requests)
         measured.save(path)
-    console.print(f"Written to {path}.", highlight=False, soft_wrap=True)
+    console.print(f"Written to {path}.", markup=False, highlight=False, soft_wrap=True)
 
 
 def _parse_lengths(text: str) -> list[int]:
@@ -113,8 +113,8 @@ def convert_command(
     with errors_in_words():
         curve = RoundTimeProfile.load(round_times).curves[0][1] if round_times is not None else None
         written = convert_draft(draft, to, output, target, parse_stated(stated or []), curve)
-    console.print(f"{written.folder}: {to}, every tensor as it was.", highlight=False)
+    console.print(f"{written.folder}: {to}, every tensor as it was.", markup=False, highlight=False)
     for name in written.lost:
         console.print(f"Not kept by this format: {name}", highlight=False)
     for path in written.engine_files:
-        console.print(f"For other engines: {path}", highlight=False)
+        console.print(f"For other engines: {path}", markup=False, highlight=False)
