@@ -48,7 +48,7 @@ def decode(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
-    assistant_model: DSparkDraftModel,
+    assistant_model: DSparkDraftModel | Eagle3DraftModel,
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> DSparkGenerateOutput | torch.LongTensor:
@@ -62,7 +62,7 @@ def decode(
         logits_processor (`LogitsProcessorList`): Prepared processors.
         stopping_criteria (`StoppingCriteriaList`): Prepared criteria.
         generation_config (`GenerationConfig`): Prepared config.
-        assistant_model (`DSparkDraftModel`): The draft.
+        assistant_model (`DSparkDraftModel` or `Eagle3DraftModel`): The draft.
         streamer (`BaseStreamer`, *optional*):
             Receives each round's tokens as one block; a [`RowStreamer`] for a batch.
         model_kwargs (`Any`): Keyword arguments of the target's forward: cache, mask, positions, ...
@@ -110,7 +110,7 @@ class _Loop:
     def __init__(
         self,
         target: PreTrainedModel,
-        draft: DSparkDraftModel,
+        draft: DSparkDraftModel | Eagle3DraftModel,
         rows: Sequence[Row],
         passes: SingleTarget | PackedTarget,
         generation_config: GenerationConfig,
