@@ -24,6 +24,7 @@ from .drafting_steps import (
     context_positions,
     end_token_ids,
     length_to_end,
+    num_prompt_tokens,
     over_target_vocabulary,
 )
 from .metrics import RoundRecord
@@ -395,7 +396,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.check_hidden_states(hidden_states)
         num_tokens = int(n_last_matches) + 1
         if not self._saw_prompt:
-            num_tokens = next(states.shape[1] for states in hidden_states if states is not None)
+            num_tokens = num_prompt_tokens(hidden_states)
         self.add_context(hidden_states, num_tokens, model_kwargs)
         proposal = self.propose([input_ids])[0]
         logits = proposal.draft_logits if proposal.token_ids.shape[1] else None

@@ -136,6 +136,18 @@ def context_positions(
     return position_ids[:1, -num_tokens - 1 :].to(device)
 
 
+def num_prompt_tokens(hidden_states: tuple[torch.Tensor | None, ...]) -> int:
+    """Tokens of the pass that hidden states are of.
+
+    Args:
+        hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; `None` where a layer was not kept.
+
+    Returns:
+        `int`
+    """
+    return next(states.shape[1] for states in hidden_states if states is not None)
+
+
 def over_target_vocabulary(
     logits: torch.Tensor, draft_token_ids: torch.Tensor | None, vocab_size: int
 ) -> torch.Tensor:

@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ._compat import CACHE_KEY, QuantizedLayer
 from .candidate_generator import DSparkCandidateGenerator
 from .decoding_rows import Row, Verdict
+from .drafting_steps import num_prompt_tokens
 
 
 logger = logging.get_logger("transformers.dspark_hf.single_target")
@@ -151,7 +152,7 @@ class SingleTarget:
             cache.crop(num_committed - 1 - self._num_drafts)
         self.model_kwargs = _grow(self.target, outputs, self.model_kwargs, num_committed)
         if not self.row.finished:
-            num_tokens = _num_rows(outputs.hidden_states) if self._is_prefill else num_committed
+            num_tokens = num_prompt_tokens(outputs.hidden_states) if self._is_prefill else num_committed
             self.generator.add_context(outputs.hidden_states, num_tokens, self.model_kwargs)
 
     def keep(self, requests: Sequence[int]) -> None:
@@ -170,10 +171,6 @@ def _grow(target: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], n
         grown = token_types[:, -1:].expand(-1, num_tokens)
         model_kwargs["token_type_ids"] = torch.cat([token_types, grown], dim=-1)
     return model_kwargs
-
-
-def _num_rows(hidden_states: tuple[torch.Tensor, ...]) -> int:
-    return next(states.shape[1] for states in hidden_states if states is not None)
 
 
 @contextlib.contextmanager

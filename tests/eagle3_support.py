@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from dspark_hf.eagle3 import Eagle3Config, Eagle3DraftModel
-from tests.helpers import HIDDEN_SIZE, VOCAB_SIZE
+from tests.helpers import HIDDEN_SIZE, VOCAB_SIZE, fill_vocabulary_map
 
 
 HEAD_DIM = 8
@@ -37,9 +37,7 @@ def random_eagle3(seed: int = 1, **overrides) -> Eagle3DraftModel:
     """A draft with random weights: lossless, hardly ever accepted."""
     torch.manual_seed(seed)
     draft = Eagle3DraftModel(tiny_eagle3_config(**overrides)).eval()
-    if draft.lm_head is not None:  # every second id or so, ascending
-        ids = torch.randperm(draft.config.vocab_size)[: draft.config.draft_vocab_size].sort().values
-        draft.d2t.copy_(ids - torch.arange(ids.shape[0]))
+    fill_vocabulary_map(draft)
     return draft
 
 

@@ -9,9 +9,12 @@ Markov head is the target's own bigram table.
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     Gemma3ForCausalLM,
@@ -118,9 +121,7 @@ def random_draft(seed: int = 1, **overrides) -> DSparkDraftModel:
     """A draft with random weights: lossless, hardly ever accepted."""
     torch.manual_seed(seed)
     draft = DSparkDraftModel(tiny_config(**overrides)).eval()
-    if draft.lm_head is not None:  # every second id or so, ascending
-        ids = torch.randperm(draft.config.vocab_size)[: draft.config.draft_vocab_size].sort().values
-        draft.d2t.copy_(ids - torch.arange(ids.shape[0]))
+    fill_vocabulary_map(draft)
     return draft
 
 
@@ -224,3 +225,18 @@ def character_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint in place."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def fill_vocabulary_map(draft: PreTrainedModel) -> None:
+    """Give a draft with a reduced vocabulary every second id or so, ascending."""
+    if draft.lm_head is not None:
+        ids = torch.randperm(draft.config.vocab_size)[: draft.config.draft_vocab_size].sort().values
+        draft.d2t.copy_(ids - torch.arange(ids.shape[0]))

@@ -13,12 +13,12 @@ import os
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 
 from ..configuration_dspark import DSparkConfig
 from . import deepspec, deepspec_gemma4, dflash, eagle3, speculators
+from .agreement import check_agrees, given, wrong_types_in_words
 from .fields import OPEN_FIELDS, ConfigFile
-from .files import TensorFiles, hub_arguments
+from .files import TensorFiles, hub_arguments, read_config_file
 from .refusals import refuse
 
 
@@ -43,10 +43,7 @@ def read_config(
         ValueError: If the config is not a draft's, lacks a field that cannot be guessed, or contradicts `stated`.
         NotImplementedError: If the format is known but not supported.
     """
-    config, _ = PreTrainedConfig.get_config_dict(name_or_path, **hub_arguments(load_arguments))
-    if not config:
-        raise OSError(f"{name_or_path} has no config.json. Pass the Hub id or the folder of a draft.")
-    return convert_config(config, str(name_or_path), stated)
+    return convert_config(read_config_file(name_or_path, load_arguments), str(name_or_path), stated)
 
 
 def convert_config(config: dict[str, Any], source: str, stated: dict[str, Any] | None = None) -> DSparkConfig:
@@ -64,20 +61,10 @@ def convert_config(config: dict[str, Any], source: str, stated: dict[str, Any] |
         ValueError: If the config is not a draft's, lacks a field that cannot be guessed, or contradicts `stated`.
         NotImplementedError: If the format is known but not supported.
     """
-    stated = {name: value for name, value in (stated or {}).items() if value is not None}
-    try:
+    stated = given(stated)
+    with wrong_types_in_words(source):
         ours = _read(ConfigFile(config, source, stated))
-    except (TypeError, AttributeError, KeyError, IndexError) as error:  # fields of transformers' own
-        raise ValueError(
-            f"The draft config of {source} has a field of a wrong type ({type(error).__name__}: {error}). Compare it "
-            "with the config.json that its trainer wrote."
-        ) from error
-    for name, value in stated.items():
-        if getattr(ours, name) != value:
-            raise ValueError(
-                f"`{name}={value!r}` contradicts the draft config of {source}, which says {getattr(ours, name)!r}. "
-                "Leave the argument out, or correct config.json."
-            )
+    check_agrees(ours, stated, source)
     return ours
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from transformers import PreTrainedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 
@@ -28,6 +29,25 @@ def hub_arguments(load_arguments: dict[str, Any]) -> dict[str, Any]:
         `dict[str, Any]`
     """
     return {name: load_arguments[name] for name in _HUB_ARGUMENTS if name in load_arguments}
+
+
+def read_config_file(name_or_path: str | os.PathLike, load_arguments: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a draft.
+
+    Args:
+        name_or_path (`str` or `os.PathLike`): Hub id or folder.
+        load_arguments (`dict[str, Any]`): Arguments of `from_pretrained`; those that find files are used.
+
+    Returns:
+        `dict[str, Any]`
+
+    Raises:
+        OSError: If there is none.
+    """
+    config, _ = PreTrainedConfig.get_config_dict(name_or_path, **hub_arguments(load_arguments))
+    if not config:
+        raise OSError(f"{name_or_path} has no config.json. Pass the Hub id or the folder of a draft.")
+    return config
 
 
 @dataclass(frozen=True)

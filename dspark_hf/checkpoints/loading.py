@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from .files import TensorFiles
+from . import read_embedding_sample
+from .files import TensorFiles, hub_arguments
 
 
 @contextlib.contextmanager
@@ -98,3 +101,74 @@ def check_copies(model: nn.Module, files: TensorFiles, source: str) -> None:
             f"The reduced vocabulary of {source} is another in `t2d` than in `d2t`. Config and weights must come from "
             "one draft."
         )
+
+
+def load_checked(
+    load: Callable[..., Any],
+    name_or_path: str | os.PathLike,
+    model_args: tuple[Any, ...],
+    config: PreTrainedConfig,
+    load_arguments: dict[str, Any],
+) -> Any:
+    """Load a draft of any kind, whole or not at all: every tensor, the knobs, and rows to recognise a wrong target by.
+
+    Args:
+        load (`Callable`): `from_pretrained` of `PreTrainedModel`, bound to the draft's class.
+        name_or_path (`str` or `os.PathLike`): Hub id or folder.
+        model_args (`tuple`): Further arguments of `load`.
+        config (`PreTrainedConfig`): The draft's configuration.
+        load_arguments (`dict[str, Any]`): Keyword arguments of `load`.
+
+    Returns:
+        The draft, and what `load` tells of the loading where `output_loading_info` asks for it.
+
+    Raises:
+        ValueError: If the weights are unreadable, incomplete or do not fit the config.
+    """
+    source = str(name_or_path)
+    return_info = load_arguments.pop("output_loading_info", False)
+    load_arguments.setdefault("use_safetensors", True)  # no pickle
+    load_arguments["ignore_mismatched_sizes"] = True  # refused below, with the names
+    with readable_errors(source):
+        model, info = load(name_or_path, *model_args, config=config, output_loading_info=True, **load_arguments)
+    check_loaded(model, info, source)
+    check_copies(model, TensorFiles.find(name_or_path, load_arguments), source)
+    model.generation_config = _read_generation_config(name_or_path, load_arguments)
+    model.embedding_sample = read_embedding_sample(name_or_path, load_arguments)
+    return (model, info) if return_info else model
+
+
+def save_with_knobs(
+    model: PreTrainedModel,
+    save: Callable[..., None],
+    save_directory: str | os.PathLike,
+    push_to_hub: bool,
+    repo_id: str | None,
+    save_arguments: dict[str, Any],
+) -> None:
+    """Save a draft of any kind in our own layout, and its generation knobs beside it.
+
+    Args:
+        model (`PreTrainedModel`): The draft.
+        save (`Callable`): `save_pretrained` of `PreTrainedModel`, bound to the draft.
+        save_directory (`str` or `os.PathLike`): Folder to write to.
+        push_to_hub (`bool`): Upload the folder afterwards.
+        repo_id (`str`, *optional*): Hub id to upload to; the folder's name by default.
+        save_arguments (`dict[str, Any]`): Keyword arguments of `save`.
+    """
+    save_arguments["save_original_format"] = False  # our names, whatever those of the file it was read from
+    save(save_directory, **save_arguments)
+    if save_arguments.get("is_main_process", True):
+        model.generation_config.save_pretrained(save_directory)
+    if push_to_hub:  # after the knobs were written, so that they are uploaded too
+        names = ("token", "private", "revision", "create_pr")
+        hub = {name: save_arguments[name] for name in names if name in save_arguments}
+        model.push_to_hub(repo_id or os.path.basename(os.path.normpath(save_directory)), **hub)
+
+
+def _read_generation_config(name_or_path: str | os.PathLike, load_arguments: dict[str, Any]) -> GenerationConfig:
+    """The generation knobs saved with a draft; published drafts have none, and none means unset."""
+    try:
+        return GenerationConfig.from_pretrained(name_or_path, **hub_arguments(load_arguments))
+    except OSError:
+        return GenerationConfig()

@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig
 
 from .. import checkpoints
 from ..checkpoints import eagle3 as layout
+from ..checkpoints.agreement import check_agrees, given, wrong_types_in_words
+from ..checkpoints.files import read_config_file
 from ..configuration_dspark import DSparkConfig
 
 
@@ -161,10 +163,7 @@ def read_config(
             `stated`.
         NotImplementedError: If the format is known but not supported.
     """
-    config, _ = PreTrainedConfig.get_config_dict(name_or_path, **checkpoints.hub_arguments(load_arguments))
-    if not config:
-        raise OSError(f"{name_or_path} has no config.json. Pass the Hub id or the folder of a draft.")
-    return convert_config(config, str(name_or_path), stated)
+    return convert_config(read_config_file(name_or_path, load_arguments), str(name_or_path), stated)
 
 
 def convert_config(config: dict[str, Any], source: str, stated: dict[str, Any] | None = None) -> Eagle3Config:
@@ -183,20 +182,10 @@ def convert_config(config: dict[str, Any], source: str, stated: dict[str, Any] |
             `stated`.
         NotImplementedError: If the format is known but not supported.
     """
-    stated = {name: value for name, value in (stated or {}).items() if value is not None}
-    try:
+    stated = given(stated)
+    with wrong_types_in_words(source):
         if checkpoints.is_dspark(config):
             raise ValueError(f"{source} is a DSpark draft. Load it with DSparkDraftModel.from_pretrained.")
         ours = Eagle3Config.from_dict(layout.to_fields(config, source, stated))
-    except (TypeError, AttributeError, KeyError, IndexError) as error:  # fields of transformers' own
-        raise ValueError(
-            f"The draft config of {source} has a field of a wrong type ({type(error).__name__}: {error}). Compare it "
-            "with the config.json that its trainer wrote."
-        ) from error
-    for name, value in stated.items():
-        if getattr(ours, name) != value:
-            raise ValueError(
-                f"`{name}={value!r}` contradicts the draft config of {source}, which says {getattr(ours, name)!r}. "
-                "Leave the argument out, or correct config.json."
-            )
+    check_agrees(ours, stated, source)
     return ours

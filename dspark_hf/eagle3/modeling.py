@@ -21,9 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from .. import checkpoints
-from ..checkpoints.files import TensorFiles
-from ..checkpoints.loading import check_copies, check_loaded, readable_errors
+from ..checkpoints.loading import load_checked, save_with_knobs
 from ..modeling_dspark import DSparkMLP, apply_rope, eager_attention
 from ..pairing import TargetBinding, bind
 from .configuration import Eagle3Config, as_dspark, read_config
@@ -274,24 +272,13 @@ class Eagle3DraftModel(PreTrainedModel):
                 the config, or the config leaves a field open or contradicts an argument.
             NotImplementedError: If the format is known but cannot be used here; the message says what serves it.
         """
-        source = str(pretrained_model_name_or_path)
         stated = {name: kwargs.pop(name) for name in ("target_layer_ids",) if name in kwargs}
         if not isinstance(config, Eagle3Config):
             config = read_config(pretrained_model_name_or_path, kwargs, stated)
         elif stated:
             raise ValueError(f"`config` says everything, so {sorted(stated)} cannot be given as well.")
-        return_info = kwargs.pop("output_loading_info", False)
-        kwargs.setdefault("use_safetensors", True)  # no pickle
-        kwargs["ignore_mismatched_sizes"] = True  # refused below, with the names
-        with readable_errors(source):
-            model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *model_args, config=config, output_loading_info=True, **kwargs
-            )
-        check_loaded(model, info, source)
-        check_copies(model, TensorFiles.find(pretrained_model_name_or_path, kwargs), source)
-        model.generation_config = _read_generation_config(pretrained_model_name_or_path, kwargs)
-        model.embedding_sample = checkpoints.read_embedding_sample(pretrained_model_name_or_path, kwargs)
-        return (model, info) if return_info else model
+        load = super().from_pretrained
+        return load_checked(load, pretrained_model_name_or_path, model_args, config, kwargs)
 
     def save_pretrained(
         self,
@@ -308,20 +295,4 @@ class Eagle3DraftModel(PreTrainedModel):
             push_to_hub (`bool`, *optional*, defaults to `False`): Upload the folder afterwards.
             repo_id (`str`, *optional*): Hub id to upload to; the folder's name by default.
         """
-        kwargs["save_original_format"] = False  # our names, whatever those of the file it was read from
-        super().save_pretrained(save_directory, **kwargs)
-        if kwargs.get("is_main_process", True):
-            self.generation_config.save_pretrained(save_directory)
-        if push_to_hub:  # after the knobs were written, so that they are uploaded too
-            hub_arguments = {
-                name: kwargs[name] for name in ("token", "private", "revision", "create_pr") if name in kwargs
-            }
-            self.push_to_hub(repo_id or os.path.basename(os.path.normpath(save_directory)), **hub_arguments)
-
-
-def _read_generation_config(name_or_path: str | os.PathLike, load_arguments: dict[str, Any]) -> GenerationConfig:
-    """The generation knobs saved with a draft; published drafts have none, and none means unset."""
-    try:
-        return GenerationConfig.from_pretrained(name_or_path, **checkpoints.hub_arguments(load_arguments))
-    except OSError:
-        return GenerationConfig()
+        save_with_knobs(self, super().save_pretrained, save_directory, push_to_hub, repo_id, kwargs)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel, pairing
 from dspark_hf.checkpoints import convert_config, hub_arguments, read_config, read_embedding_sample
-from tests.helpers import random_draft
+from tests.helpers import random_draft, rewrite
 
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -186,13 +186,6 @@ def folder(request, tmp_path):
         shutil.copytree(source, tmp_path, dirs_exist_ok=True)
     assert isinstance(DSparkDraftModel.from_pretrained(tmp_path), DSparkDraftModel)
     return tmp_path
-
-
-def rewrite(folder: Path, change) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def refused(folder: Path, message: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, DynamicCache
 
 from dspark_hf import DSparkDraftModel, pairing
@@ -16,7 +16,7 @@ from dspark_hf.checkpoints import is_dspark
 from dspark_hf.eagle3 import Eagle3Config, Eagle3DraftModel
 from dspark_hf.eagle3.configuration import convert_config, read_config
 from tests.eagle3_support import oracle_eagle3, random_eagle3, tiny_eagle3_config
-from tests.helpers import VOCAB_SIZE, oracle_draft, random_draft, random_prompt, tiny_target
+from tests.helpers import VOCAB_SIZE, oracle_draft, random_draft, random_prompt, rewrite, tiny_target
 
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -158,13 +158,6 @@ def folder(request, tmp_path):
         shutil.copytree(DEEPSPEC, tmp_path, dirs_exist_ok=True)
     assert isinstance(Eagle3DraftModel.from_pretrained(tmp_path), Eagle3DraftModel)
     return tmp_path
-
-
-def rewrite(folder: Path, change) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def refused(folder: Path, message: str) -> None:

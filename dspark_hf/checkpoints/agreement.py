@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a caller states of a draft, and what its config.json says: both readable, and no contradiction between them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+
+def given(stated: dict[str, Any] | None) -> dict[str, Any]:
+    """The fields that a caller states.
+
+    Args:
+        stated (`dict[str, Any]`, *optional*): Values by field; `None` states nothing.
+
+    Returns:
+        `dict[str, Any]`
+    """
+    return {name: value for name, value in (stated or {}).items() if value is not None}
+
+
+@contextlib.contextmanager
+def wrong_types_in_words(source: str) -> Iterator[None]:
+    """Around the translation of a config.json: errors of fields of a wrong type, in words.
+
+    Args:
+        source (`str`): Where the config came from.
+
+    Raises:
+        ValueError: In place of a `TypeError` and the like.
+    """
+    try:
+        yield
+    except (TypeError, AttributeError, KeyError, IndexError) as error:  # fields of transformers' own
+        raise ValueError(
+            f"The draft config of {source} has a field of a wrong type ({type(error).__name__}: {error}). Compare it "
+            "with the config.json that its trainer wrote."
+        ) from error
+
+
+def check_agrees(config: PreTrainedConfig, stated: dict[str, Any], source: str) -> None:
+    """Refuse a contradiction.
+
+    Args:
+        config (`PreTrainedConfig`): The translated configuration.
+        stated (`dict[str, Any]`): From [`given`].
+        source (`str`): Where the config came from.
+
+    Raises:
+        ValueError: If a field differs from what is stated.
+    """
+    for name, value in stated.items():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"`{name}={value!r}` contradicts the draft config of {source}, which says {getattr(config, name)!r}. "
+                "Leave the argument out, or correct config.json."
+            )
