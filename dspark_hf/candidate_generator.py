@@ -223,13 +223,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self.criterion is not None:
             self.criterion.keep_requests(requests)
 
-    def propose(self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None = None) -> list[DraftProposal]:
+    def propose(
+        self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None = None, others_wait: bool = False
+    ) -> list[DraftProposal]:
         """Draft the tokens after each request's anchor and cut them where going on does not pay.
 
         Args:
             texts (`Sequence[torch.LongTensor]` of length R): Each request's text, `(1, s)`, the anchor last.
             limits (`Sequence[int]`, *optional*):
                 Tokens that each text may still grow by; what the call's `max_length` leaves without it.
+            others_wait (`bool`, *optional*, defaults to `False`):
+                Whether other texts take the places of those that end, so that none of these holds up the call.
 
         Returns:
             `list[DraftProposal]`: empty ones where the length limit leaves no room for a draft, or where drafting
@@ -237,13 +241,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         if limits is None:
             limits = [self.max_length - text.shape[1] for text in texts]
+        tokens_left = None if others_wait else limits
         # The target adds one token itself, so a draft in the last free place could never be kept.
         limits = [max(0, min(self.options.num_assistant_tokens, limit - 1)) for limit in limits]
         if max(limits) < 1 or (self.criterion is not None and not self.criterion.worth_drafting()):
             return [DraftProposal(text[:, :0], drafted=False) for text in texts]
         hidden = self._parallel_stage([text[:, -1:] for text in texts])[:, : max(limits)]  # [R, k, d]
         token_ids, draft_logits, confidence, kept = self._sequential_stage(hidden, texts, limits)
-        lengths = self._cut(token_ids, confidence, kept)
+        lengths = self._cut(token_ids, confidence, kept, tokens_left)
         proposals = []
         for request, (text, length) in enumerate(zip(texts, lengths, strict=True)):
             row, q = slice(request, request + 1), None
@@ -337,7 +342,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
             logits = logits / logits.new_tensor(temperatures[: logits.shape[-1]])
         return torch.sigmoid(logits)
 
-    def _cut(self, token_ids: torch.Tensor, confidence: torch.Tensor | None, limits: Sequence[int]) -> list[int]:
+    def _cut(
+        self,
+        token_ids: torch.Tensor,
+        confidence: torch.Tensor | None,
+        limits: Sequence[int],
+        tokens_left: Sequence[int] | None,
+    ) -> list[int]:
         """How many drafts of each request to send."""
         lengths = list(limits)
         if self.criterion is not None and token_ids.shape[1]:
@@ -346,7 +357,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if min(limits) < token_ids.shape[1]:  # slots that cannot be sent must not use up the budget
                 slots = torch.arange(token_ids.shape[1], device=confidence.device)
                 confidence = confidence * (slots < torch.tensor(limits, device=confidence.device)[:, None])
-            chosen = self.criterion.verify_lengths(confidence).tolist()
+            chosen = self.criterion.verify_lengths(confidence, tokens_left).tolist()
             lengths = [min(pair) for pair in zip(chosen, limits, strict=True)]
         if self._end_ids:
             rows = zip(token_ids.tolist(), lengths, strict=True)

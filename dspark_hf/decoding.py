@@ -160,7 +160,10 @@ class _Loop:
         """One decoding round: every row drafts, one pass of the target verifies, every row commits."""
         rows, start = self.rows, time.perf_counter()
         anchor_ids = [int(row.input_ids[0, -1]) for row in rows]
-        proposals = self.generator.propose([row.input_ids for row in rows], [row.num_left for row in rows])
+        others_wait = self.queue is not None and len(self.queue) > 0
+        proposals = self.generator.propose(
+            [row.input_ids for row in rows], [row.num_left for row in rows], others_wait
+        )
         drafted = time.perf_counter()
         logits = self.passes.verify([proposal.token_ids for proposal in proposals])
         verified = time.perf_counter()

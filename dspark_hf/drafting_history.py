@@ -16,9 +16,10 @@ from .scheduling import RoundOutlook, SPSCurve
 
 
 class AcceptanceHistory:
-    """How often slot k was accepted when all before it were, and how that compares with its confidence.
+    """How often slot k was accepted when all before it were, how that compares with its confidence, and the tokens
+    that a round brought.
 
-    Both are means of the recent rounds, with a few pseudo-rounds of a prior: P(accept k) as measured when the draft
+    All are means of the recent rounds, with a few pseudo-rounds of a prior: P(accept k) as measured when the draft
     was calibrated, or `PRIOR_ACCEPTANCE`, which is low enough for a useless draft to be found out in two rounds.
 
     Args:
@@ -34,19 +35,30 @@ class AcceptanceHistory:
         self._prior = np.asarray(prior if prior is not None else [self.PRIOR_ACCEPTANCE] * num_slots)
         self._prior_rounds = self.PRIOR_ROUNDS if prior is not None else self.PRIOR_ACCEPTANCE_ROUNDS
         self._accepted, self._reached, self._expected = np.zeros((3, num_slots))
+        self._rounds = self.PRIOR_ROUNDS
+        self._tokens = self.PRIOR_ROUNDS * (1 + float(self._prior[0]))
 
     def observe(self, record: RoundRecord) -> None:
-        """Learn from a round that drafted.
+        """Learn from a round.
 
         Args:
             record (`RoundRecord`): The round.
         """
+        self._rounds = self.DECAY * self._rounds + 1
+        self._tokens = self.DECAY * self._tokens + record.accepted_length
+        if not record.drafted:
+            return
         for sums in (self._accepted, self._reached, self._expected):
             sums *= self.DECAY
         judged = min(record.num_accepted + 1, record.verify_length)
         self._reached[:judged] += 1
         self._accepted[: record.num_accepted] += 1
         self._expected[:judged] += record.confidence[:judged] if record.confidence else 1.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """`float`: Tokens of a round of late, whether it drafted or not."""
+        return self._tokens / self._rounds
 
     @property
     def conditional_acceptance(self) -> tuple[float, ...]:

@@ -21,50 +21,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from . import checkpoints
+from .attention import eager_attention, folded_attention, folded_mask
 from .checkpoints.files import OLD_PREFIX
 from .checkpoints.loading import load_checked, save_with_knobs
 from .configuration_dspark import DSparkConfig
 from .draft_cache import DraftCache, block_mask
 from .heads import ConfidenceHead, build_sequential_head
 from .pairing import TargetBinding, bind
-
-
-def eager_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as two grouped matmuls, in transformers' attention interface; key-value heads are not repeated.
-
-    Args:
-        module (`nn.Module`): The attention layer; `training` is read.
-        query (`torch.Tensor` of shape `(b, heads, q, e)`): Queries.
-        key (`torch.Tensor` of shape `(b, kv_heads, k, e)`): Keys.
-        value (`torch.Tensor` of shape `(b, kv_heads, k, v)`): Values; v is e, or another width.
-        attention_mask (`torch.BoolTensor`, *optional*): Broadcastable to `(b, 1, q, k)`, True = visible.
-        scaling (`float`): Factor on the scores.
-        dropout (`float`, *optional*, defaults to 0.0): Dropout of the weights.
-
-    Returns:
-        `tuple`: outputs `(b, q, heads, v)` and weights `(b, kv_heads, heads / kv_heads, q, k)`.
-    """
-    b, heads, q, e = query.shape
-    kv_heads, k = key.shape[1], key.shape[2]
-    groups = heads // kv_heads
-    # The heads of a group are rows of one matmul: nothing is broadcast, so nothing is copied.
-    grouped = (query * scaling).reshape(b, kv_heads, groups * q, e)
-    scores = torch.matmul(grouped, key.transpose(-1, -2)).view(b, kv_heads, groups, q, k)
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask.unsqueeze(1), torch.finfo(scores.dtype).min)
-    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    outputs = torch.matmul(weights.view(b, kv_heads, groups * q, k), value).view(b, heads, q, value.shape[-1])
-    return outputs.transpose(1, 2), weights
 
 
 class DSparkAttention(nn.Module):
@@ -129,6 +92,9 @@ class DSparkAttention(nn.Module):
             keys, values = cache.write(self.layer_idx, keys, values)
         if attention_mask is None:
             keys, values, attention_mask = self._as_in_decoding(keys, values, q, cache)
+            if self.config._attn_implementation == "sdpa" and not torch.is_grad_enabled():
+                outputs = self._folded_attention(queries, keys, values, attention_mask)
+                return self.o_proj(outputs.reshape(b, q, -1))
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
         dropout = self.config.attention_dropout if self.training else 0.0
         outputs, _ = attention(
@@ -143,6 +109,14 @@ class DSparkAttention(nn.Module):
         values = projected if self.v_proj is None else self.v_proj(inputs).view(shape)
         values = values if self.v_norm is None else self.v_norm(values)
         return self.k_norm(projected).transpose(1, 2), values.transpose(1, 2)
+
+    def _folded_attention(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A block has few queries and many keys: nothing is repeated, `(b, q, heads, e)`."""
+        if mask is not None:
+            mask = folded_mask(mask, self.num_key_value_groups, queries.dtype)
+        return folded_attention(queries, keys, values, mask, self.scaling)
 
     def _as_in_decoding(
         self, keys: torch.Tensor, values: torch.Tensor, q: int, cache: DraftCache | None

@@ -22,15 +22,14 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from .modeling_dspark import eager_attention
+from .attention import folded_attention, folded_mask
 
 
 PACKED_ATTENTION = "dspark_packed"
 # What layers hand to attention besides, and what would be lost here.
 CHANGES_SCORES = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
-# Up to so many queries per text, grouped matmuls are faster than a fused kernel on repeated heads; beyond, their
-# scores of q times K would fill the memory.
-MOST_GROUPED_QUERIES = 16
+# Beyond so many queries per text a mask for each head of a group fills the memory, and nothing is gained by it.
+MOST_FOLDED_QUERIES = 64
 
 
 class PackedPass:
@@ -52,7 +51,11 @@ class PackedPass:
         self._starts = torch.tensor(starts, device=device)
         self.cache_rows = torch.tensor(rows, device=device)[self._text]  # [N]
         self.positions = self._starts[self._text] + self._slot  # [N]: in the text, and in its cache row
+        self._spread_from = torch.zeros(len(counts) * self.num_queries, dtype=torch.long, device=device)
+        self._gather_from = self._text * self.num_queries + self._slot  # [N]
+        self._spread_from[self._gather_from] = torch.arange(len(self._text), device=device)  # [A * q]
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._folded_masks: dict[tuple, torch.Tensor] = {}
 
     @property
     def last_indices(self) -> torch.Tensor:
@@ -77,11 +80,11 @@ class PackedPass:
             packed (`torch.Tensor` of shape `(1, h, N, e)`): Queries.
 
         Returns:
-            `torch.Tensor` of shape `(A, h, q, e)`, zeros behind shorter ones.
+            `torch.Tensor` of shape `(A, h, q, e)`; what stands behind shorter ones is of no account.
         """
         _, heads, _, width = packed.shape
-        spread = packed.new_zeros(len(self.counts), self.num_queries, heads, width)
-        spread[self._text, self._slot] = packed[0].transpose(0, 1)
+        tokens = packed[0].transpose(0, 1).reshape(-1, heads * width)
+        spread = tokens.index_select(0, self._spread_from).view(-1, self.num_queries, heads, width)
         return spread.transpose(1, 2)
 
     def gather(self, spread: torch.Tensor) -> torch.Tensor:
@@ -93,7 +96,9 @@ class PackedPass:
         Returns:
             `torch.Tensor` of shape `(1, N, h, e)`.
         """
-        return spread[self._text, self._slot][None]
+        _, _, heads, width = spread.shape
+        tokens = spread.reshape(-1, heads * width).index_select(0, self._gather_from)
+        return tokens.view(1, -1, heads, width)
 
     def mask(self, num_keys: int, window: int | None) -> torch.Tensor:
         """What each new token sees: the tokens up to itself, or the last `window` of them.
@@ -114,6 +119,23 @@ class PackedPass:
                 mask = mask & (keys > query - window)
             self._masks[key] = mask[:, None]
         return self._masks[key]
+
+    def folded_mask(self, num_keys: int, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """[`mask`] for [`folded_attention`], made once for all layers.
+
+        Args:
+            num_keys (`int`): K, keys of a cache row.
+            window (`int`, *optional*): Width of a sliding window.
+            groups (`int`): Heads that share keys and values.
+            dtype (`torch.dtype`): Of the queries.
+
+        Returns:
+            `torch.Tensor` of shape `(A, 1, groups * q, K)`.
+        """
+        key = (num_keys, window, groups, dtype)
+        if key not in self._folded_masks:
+            self._folded_masks[key] = folded_mask(self.mask(num_keys, window), groups, dtype)
+        return self._folded_masks[key]
 
 
 _active: contextvars.ContextVar[PackedPass | None] = contextvars.ContextVar("packed_pass", default=None)
@@ -176,11 +198,12 @@ def packed_attention(
     if len(current.rows) < key.shape[0]:  # a pass over some of the texts
         rows = list(current.rows)
         key, value = key[rows, :, : current.longest], value[rows, :, : current.longest]
-    spread, mask = current.spread(query), current.mask(key.shape[2], window)
-    if current.num_queries <= MOST_GROUPED_QUERIES:
-        outputs, _ = eager_attention(module, spread, key, value, mask, scaling=scaling, dropout=dropout)
+    spread, num_keys = current.spread(query), key.shape[2]
+    if current.num_queries <= MOST_FOLDED_QUERIES and dropout == 0:
+        mask = current.folded_mask(num_keys, window, query.shape[1] // key.shape[1], query.dtype)
+        outputs = folded_attention(spread, key, value, mask, scaling)
     else:
-        outputs = _fused(spread, key, value, mask, scaling, dropout)
+        outputs = _fused(spread, key, value, current.mask(num_keys, window), scaling, dropout)
     return current.gather(outputs), None
 
 

@@ -141,10 +141,49 @@ class RoundOutlook:
     Args:
         curve (`SPSCurve`): Round times.
         expected_survival (`tuple[float, ...]`): Mean prefix survival of slots 0 to g - 1 in earlier rounds.
+        token_weights (`tuple[float, ...]`, *optional*):
+            What a token more is worth to each request, of [`token_weights`]; the same to all of them without it.
     """
 
     curve: SPSCurve
     expected_survival: tuple[float, ...]
+    token_weights: tuple[float, ...] | None = None
+
+
+# How much more the rounds ahead of the slowest text count than those of the others: high enough to bring it forward,
+# low enough to bear that texts end unforeseen.
+URGENCY = 4.0
+
+
+def token_weights(
+    curve: SPSCurve, tokens_per_round: Sequence[float], tokens_left: Sequence[int] | None = None
+) -> tuple[float, ...]:
+    """What a token more is worth to each request, in time saved; about 1 on average.
+
+    A token saves a request 1 / `tokens_per_round` rounds, so it is worth more to one that is slow. Of the time of a
+    round a part leaves with each request that ends, and a part stays until the last one does: what brings forward
+    the request with most rounds ahead saves the latter, what brings forward others does not.
+
+    Args:
+        curve (`SPSCurve`): Round times.
+        tokens_per_round (`Sequence[float]` of length R): Of each request, of late.
+        tokens_left (`Sequence[int]` of length R, *optional*):
+            Tokens that each may still grow by; `None` where other texts take the places of those that end.
+
+    Returns:
+        `tuple[float, ...]` of length R.
+    """
+    count, pace = len(tokens_per_round), np.asarray(tokens_per_round, dtype=np.float64)
+    if count == 1:
+        return (1.0,)
+    alone_s, all_s = curve.round_s(1), curve.for_requests(count).round_s(count)
+    own_share = min(1.0, (all_s - alone_s) / all_s * count / (count - 1))
+    shares = np.ones(count)
+    if tokens_left is not None:
+        rounds_left = np.maximum(tokens_left, 1) / pace
+        shares = (rounds_left / rounds_left.max()) ** URGENCY
+        shares /= shares.mean()
+    return tuple((pace.mean() / pace * (own_share + (1 - own_share) * shares)).tolist())
 
 
 class Scheduler(Protocol):
@@ -257,12 +296,12 @@ class LookaheadScheduler:
     average in earlier rounds.
 
     A price, instead of the rate of the round at hand, lets a good round run longer and ends a bad one sooner: the
-    tokens per second of a text are a ratio of sums, not a mean of ratios.
+    tokens per second of a text are a ratio of sums, not a mean of ratios. Tokens count by `token_weights`.
     """
 
     def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:
         """See [`Scheduler.verify_lengths`]."""
-        survival = _survival(confidence)
+        survival = _weighted_survival(confidence, outlook)
         num_requests, num_slots = survival.shape
         expected = _expected(outlook, num_requests, num_slots)
         tokens = np.concatenate([[0.0], expected.cumsum()])  # [N + 1]: what n drafts brought in the past
@@ -294,7 +333,7 @@ class SearchScheduler:
 
     def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:
         """See [`Scheduler.verify_lengths`]."""
-        survival = _survival(confidence)
+        survival = _weighted_survival(confidence, outlook)
         num_requests, num_slots = survival.shape
         past = np.concatenate([[0.0], _expected(outlook, num_requests, num_slots).cumsum()])
         tokens = np.concatenate([[0.0], _descending(survival).cumsum(dtype=np.float64)])
@@ -316,6 +355,12 @@ def _price(tokens: np.ndarray, seconds: np.ndarray, num_requests: int, curve: SP
 
 def _survival(confidence: torch.Tensor) -> np.ndarray:
     return prefix_survival(confidence.float()).cpu().numpy()
+
+
+def _weighted_survival(confidence: torch.Tensor, outlook: RoundOutlook) -> np.ndarray:
+    """What each draft is expected to bring, in tokens as they count; along a request's slots it never rises."""
+    survival = _survival(confidence)
+    return survival if outlook.token_weights is None else survival * np.asarray(outlook.token_weights)[:, None]
 
 
 def _descending(survival: np.ndarray) -> np.ndarray:

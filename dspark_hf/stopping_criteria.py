@@ -29,6 +29,7 @@ from .scheduling import (
     SPSCurve,
     ThresholdScheduler,
     mean_survival,
+    token_weights,
 )
 
 
@@ -221,11 +222,13 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
             )
         return self.verify_lengths(confidence) < confidence.shape[-1]
 
-    def verify_lengths(self, confidence: torch.Tensor) -> torch.Tensor:
+    def verify_lengths(self, confidence: torch.Tensor, tokens_left: Sequence[int] | None = None) -> torch.Tensor:
         """Drafts to send, from the confidences of a whole block.
 
         Args:
             confidence (`torch.Tensor` of shape `(R, g)`): c_k, in [0, 1].
+            tokens_left (`Sequence[int]` of length R, *optional*):
+                Tokens that each text may still grow by, where the call ends with the last of them.
 
         Returns:
             `torch.LongTensor` of shape `(R,)`, values 0 to g.
@@ -233,7 +236,7 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         if self.needs_curve:  # a threshold is the user's, on the confidence as it is
             rows = zip(self.histories, confidence.split(1), strict=True)
             confidence = torch.cat([history.corrected(row) for history, row in rows])
-        return self.scheduler.verify_lengths(confidence, self._outlook())
+        return self.scheduler.verify_lengths(confidence, self._outlook(tokens_left))
 
     def stand_in_confidence(self, num_slots: int) -> torch.Tensor:
         """Confidences of a draft without a confidence head: the acceptance so far.
@@ -254,14 +257,15 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         """
         self._times.observe(records)
         for history, record in zip(self.histories, records, strict=True):
-            if record.drafted:
-                history.observe(record)
+            history.observe(record)
         if self._gate is not None and any(record.drafted for record in records):
             self._gate.observe(records, self.curve)
 
-    def _outlook(self) -> RoundOutlook:
+    def _outlook(self, tokens_left: Sequence[int] | None = None) -> RoundOutlook:
         survival = [mean_survival(history.conditional_acceptance) for history in self.histories]
+        pace = [history.tokens_per_round for history in self.histories]
         return RoundOutlook(
             self.curve.for_requests(len(survival)),
             tuple(sum(slot) / len(survival) for slot in zip(*survival, strict=True)),
+            token_weights(self.curve, pace, tokens_left),
         )

@@ -33,6 +33,9 @@ class WaitingRequests:
         self._waiting = deque(enumerate(prompts, first_number))
         self._max_batch, self._on_finished = max_batch, on_finished
 
+    def __len__(self) -> int:
+        return len(self._waiting)
+
     def take(self, num_running: int) -> list[tuple[int, torch.Tensor]]:
         """The prompts that may begin now.
 

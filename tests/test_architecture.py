@@ -20,6 +20,7 @@ NAME = dspark_hf.__name__
 LAYERS = {
     0: {
         "_version",
+        "attention",
         "text_files",
         "json_values",
         "sampling",

@@ -220,13 +220,19 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         positions = context_positions(model_kwargs, num_tokens, num_before, draft.device)[:, :-1]
         self._context.append(_Context(states, positions, keep))
 
-    def propose(self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None = None) -> list[DraftProposal]:
+    def propose(
+        self,
+        texts: Sequence[torch.Tensor],
+        limits: Sequence[int] | None = None,
+        others_wait: bool = False,  # noqa: ARG002
+    ) -> list[DraftProposal]:
         """Draft the tokens after the anchor.
 
         Args:
             texts (`Sequence[torch.LongTensor]` of length 1): The text, `(1, s)`, the anchor last.
             limits (`Sequence[int]`, *optional*):
                 Tokens that the text may still grow by; what the call's `max_length` leaves without it.
+            others_wait (`bool`, *optional*): Not read: there is no batch.
 
         Returns:
             `list[DraftProposal]` of length 1, empty where the length limit leaves no room for a draft; the context

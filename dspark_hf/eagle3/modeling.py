@@ -21,8 +21,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
+from ..attention import eager_attention
 from ..checkpoints.loading import load_checked, save_with_knobs
-from ..modeling_dspark import DSparkMLP, apply_rope, eager_attention
+from ..modeling_dspark import DSparkMLP, apply_rope
 from ..pairing import TargetBinding, bind
 from .configuration import Eagle3Config, as_dspark, read_config
 

@@ -170,7 +170,7 @@ def test_context_waits_while_drafting_does_not_pay():
         gate = iter((not skip, True))
         generator.criterion = SimpleNamespace(
             worth_drafting=lambda gate=gate: next(gate),
-            verify_lengths=lambda confidence: torch.tensor([confidence.shape[1]]),
+            verify_lengths=lambda confidence, _: torch.tensor([confidence.shape[1]]),
         )
         generator.add_context(states, 6, {})
         first = generator.propose([text[:, :7]])[0]
@@ -219,8 +219,8 @@ def test_empty_proposal():
 def test_draft_cache_holds_all_but_the_anchor_after_each_round(monkeypatch):
     lengths, right = [], DSparkCandidateGenerator.propose
 
-    def spy(self, texts, limits):
-        proposals = right(self, texts, limits)
+    def spy(self, texts, *arguments):
+        proposals = right(self, texts, *arguments)
         if self._saw_prompt and not self._requests[0].context:
             lengths.append((self._cache.lengths[0], texts[0].shape[1]))
         return proposals

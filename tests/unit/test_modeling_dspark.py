@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parallel stage: attention by hand, masks of decoding, caching, saving and loading."""
+"""The parallel stage: masks of decoding, caching, saving and loading."""
 
 import json
 
@@ -11,7 +11,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dspark_hf import DSparkConfig, DSparkDraftModel
 from dspark_hf.draft_cache import DraftCache
-from dspark_hf.modeling_dspark import DSparkAttention, apply_rope, eager_attention
+from dspark_hf.modeling_dspark import DSparkAttention, apply_rope
 from tests.helpers import oracle_draft, random_draft, tiny_config, tiny_target
 
 
@@ -23,48 +23,6 @@ def inputs(config: DSparkConfig, num_context: int, seed: int = 0, batch: int = 1
     embeds = torch.randn(batch, config.block_size, config.hidden_size, generator=generator)
     context = torch.randn(batch, num_context, len(config.target_layer_ids) * config.hidden_size, generator=generator)
     return embeds, context, torch.arange(num_context + config.block_size).expand(batch, -1)
-
-
-def attend_by_hand(query, key, value, visible, scaling):
-    """One query after the other, one head after the other, in plain sums."""
-    b, heads, q, e = query.shape
-    outputs = torch.zeros(b, q, heads, e)
-    for row in range(b):
-        for head in range(heads):
-            kv_head = head // (heads // key.shape[1])
-            for i in range(q):
-                scores = [
-                    float(query[row, head, i] @ key[row, kv_head, j]) * scaling if visible[i][j] else float("-inf")
-                    for j in range(key.shape[2])
-                ]
-                weights = torch.tensor(scores).softmax(-1)
-                outputs[row, i, head] = sum(w * v for w, v in zip(weights, value[row, kv_head], strict=True))
-    return outputs
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (4, 1), (2, 2)])
-@pytest.mark.parametrize("masked", [True, False])
-def test_eager_attention_by_hand(heads, kv_heads, masked):
-    query, key, value = torch.randn(2, heads, 3, 5), torch.randn(2, kv_heads, 6, 5), torch.randn(2, kv_heads, 6, 5)
-    visible = torch.ones(3, 6, dtype=torch.bool)
-    if masked:
-        visible = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 0], [1, 0, 0, 0, 0, 1]]).bool()
-    mask = visible[None, None] if masked else None
-    module = torch.nn.Module().eval()
-    outputs, weights = eager_attention(module, query, key, value, mask, scaling=0.3)
-    torch.testing.assert_close(outputs, attend_by_hand(query, key, value, visible, 0.3), atol=1e-5, rtol=1e-5)
-    assert weights.shape == (2, kv_heads, heads // kv_heads, 3, 6)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
-    assert not weights[..., ~visible].any()
-
-
-def test_attention_dropout_only_in_training():
-    query = key = value = torch.randn(1, 2, 4, 3)
-    module = torch.nn.Module().eval()
-    outputs = [eager_attention(module, query, key, value, None, 1.0, dropout=0.5)[0] for _ in range(2)]
-    assert torch.equal(*outputs)
-    module.train()
-    assert not torch.equal(eager_attention(module, query, key, value, None, 1.0, dropout=0.5)[0], outputs[0])
 
 
 def test_rope_rotates_queries_at_the_end_of_the_positions():

@@ -24,6 +24,7 @@ from dspark_hf.scheduling import (
     ThresholdScheduler,
     mean_survival,
     prefix_survival,
+    token_weights,
 )
 
 
@@ -403,6 +404,46 @@ def test_search_is_the_best_split_at_its_price(num_requests, num_slots):
         assert surplus(survival, tuple(lengths), curve, price) == pytest.approx(best, abs=1e-6)
         counts.add(sum(lengths))
     assert len(counts) > 2
+
+
+# What a token is worth to each request.
+
+
+def test_a_token_is_worth_the_rounds_that_it_saves():
+    flat = SPSCurve((1, 2), (1.0, 1.0))
+    assert token_weights(flat, [1.7], [9]) == (1.0,)
+    assert token_weights(flat, [2.0, 2.0]) == token_weights(flat, [2.0, 2.0], [7, 7]) == (1.0, 1.0)
+    assert token_weights(flat, [1.0, 2.0]) == pytest.approx((1.5, 0.75))
+
+
+def test_the_time_that_all_rounds_have_is_saved_by_the_slowest_text_alone():
+    """Eight rounds ahead against four, and 16 against one to the fourth power: 32 / 17 and 2 / 17 of the mean."""
+    flat = SPSCurve((1, 2), (1.0, 1.0))
+    assert token_weights(flat, [2.0, 2.0], [16, 8]) == pytest.approx((32 / 17, 2 / 17))
+    assert token_weights(flat, [1.0, 2.0], [8, 8]) == pytest.approx((1.5 * 32 / 17, 0.75 * 2 / 17))
+    # Rounds that cost twice as much with a second text: all of it leaves with a text that ends.
+    assert token_weights(SPSCurve((1, 2), (1.0, 2.0)), [2.0, 2.0], [16, 8]) == pytest.approx((1.0, 1.0))
+    # Drafting counts, too: 1 + 1 s alone, 2 + 2 s for two, so that a third of 3 s stays; shares are 2/3 + 1/3 * ...
+    curve = SPSCurve((1, 2), (1.0, 1.0), draft_s=1.0, draft_request_s=1.0)
+    assert token_weights(curve, [2.0, 2.0], [16, 8]) == pytest.approx((2 / 3 + 32 / 51, 2 / 3 + 2 / 51))
+
+
+def test_a_text_that_is_about_to_end_has_a_weight():
+    weights = token_weights(SPSCurve((1, 2), (1.0, 1.0)), [1.0, 1.0], [0, 1])
+    assert weights == pytest.approx((1.0, 1.0))
+
+
+@pytest.mark.parametrize("make", [LookaheadScheduler, SearchScheduler])
+def test_drafts_go_where_tokens_are_worth_most(make):
+    confidence, curve, expected = torch.full((2, 4), 0.8), SPSCurve.linear(0.25), mean_survival([0.8] * 4)
+    lengths = {}
+    for weights in (None, (1.0, 1.0), (1.5, 0.5), (0.4, 0.4), (3.0, 0.0)):
+        outlook = RoundOutlook(curve, expected, weights)
+        lengths[weights] = make().verify_lengths(confidence, outlook).tolist()
+    assert lengths[None] == lengths[1.0, 1.0]
+    assert lengths[1.5, 0.5][0] > lengths[None][0] > lengths[1.5, 0.5][1]
+    assert sum(lengths[0.4, 0.4]) < sum(lengths[None])
+    assert lengths[3.0, 0.0] == [4, 0]
 
 
 # What all that rank have in common.

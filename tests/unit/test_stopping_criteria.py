@@ -4,10 +4,12 @@
 import re
 
 import pytest
+import torch
 from transformers import GenerationConfig
 
-from dspark_hf import collect_rounds
+from dspark_hf import AdaptiveConfidenceCriteria, RoundRecord, collect_rounds
 from dspark_hf._compat import LIBRARY_DEFAULTS
+from dspark_hf.scheduling import LookaheadScheduler, SearchScheduler, SPSCurve
 from dspark_hf.stopping_criteria import DraftingOptions, resolve_options
 from tests.helpers import oracle_draft, random_prompt, tiny_config, tiny_target
 
@@ -120,3 +122,22 @@ def test_call_limits_the_drafts_of_every_round():
 def test_threshold_of_one_sends_nothing():
     target = tiny_target()
     assert {length for length, _ in sent(oracle_draft(target), target, assistant_confidence_threshold=1.0)} == {0}
+
+
+@pytest.mark.parametrize("scheduler", [SearchScheduler, LookaheadScheduler])
+def test_the_row_that_would_end_last_gets_more_drafts(scheduler):
+    """One row is accepted, the other is not; the confidences of this round are the same."""
+    curve = SPSCurve((1, 2, 12), (1.0, 1.0, 1.5))
+    criterion = AdaptiveConfidenceCriteria(scheduler(), 4, curve=curve, learn_times=False)
+    criterion.add_requests(1)
+    # Not drafted: nothing is learned about slots, so that the two differ in their pace alone.
+    rounds = [RoundRecord(1, (), (), accepted, 2, 1, drafted=False) for accepted in (3, 0)]
+    for _ in range(8):
+        criterion.observe(rounds)
+    confidence = torch.full((2, 4), 0.6)
+    fast, slow = criterion.verify_lengths(confidence, [50, 50]).tolist()
+    assert fast < slow
+    others_wait_fast, others_wait_slow = criterion.verify_lengths(confidence).tolist()
+    assert fast < others_wait_fast <= others_wait_slow
+    few, many = criterion.verify_lengths(confidence, [2, 100]).tolist()
+    assert few < many
