@@ -8,6 +8,11 @@ round-time curve, with the history, the correction and the gate that a call has.
     python benchmarks/replay.py --prompts gsm8k.jsonl humaneval.jsonl mt-bench.jsonl --save-rounds rounds.json
     python benchmarks/replay.py --rounds rounds.json --curve 1:0.064,2:0.069,3:0.074,4:0.076,6:0.079 --draft-s 0.009
     python benchmarks/replay.py --rounds rounds.json --never-accepted    # a draft that is never right
+    python benchmarks/replay.py --rounds rounds.json --rows 2 8 32 --curve 1:0.055,192:0.103 --draft-s 0.007
+
+With `--rows` texts run in batches drawn from all files, each until its last row has ended, or with `--waiting` so many
+more texts for each row take the places of those that end. The ratio is then that to the same batches without drafts,
+and `--row-s` is what a row costs in every pass, on top of its tokens.
 
 What it leaves out: a shorter block moves the next anchor, and with it the next block. Here a policy that stands at a
 token takes the block that was recorded there or last before it.
@@ -18,6 +23,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import random
+import statistics
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -29,6 +36,7 @@ import transformers
 import dspark_hf
 from dspark_hf import AdaptiveConfidenceCriteria, RoundRecord, RoundTimeProfile, SPSCurve, collect_rounds
 from dspark_hf.comparison import encode_prompt
+from dspark_hf.measuring import batch_points
 from dspark_hf.profiling import profile_for
 from dspark_hf.prompts import read_prompts
 from dspark_hf.scheduling import (
@@ -56,6 +64,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, default=None, help="round times, from `dspark-hf profile`")
     parser.add_argument("--curve", default=None, help="round times as tokens:seconds,...; default: this machine's")
     parser.add_argument("--draft-s", type=float, default=0.0, help="seconds of drafting, with --curve")
+    parser.add_argument("--rows", type=int, nargs="*", default=[], help="texts of a batch, one table for all")
+    parser.add_argument("--waiting", type=int, default=0, help="texts that wait for each row, with --rows")
+    parser.add_argument("--batches", type=int, default=24, help="batches of each size, with --rows")
+    parser.add_argument("--row-s", type=float, default=0.0, help="seconds of a pass for each row, with --rows")
+    parser.add_argument(
+        "--draft-row-s", type=float, default=0.0, help="seconds of drafting for each row but the first"
+    )
     parser.add_argument("--never-accepted", action="store_true", help="reject every draft, and learn from nothing")
     arguments = parser.parse_args()
     if (arguments.rounds is None) == (not arguments.prompts):
@@ -110,7 +125,7 @@ def choose_curve(arguments: argparse.Namespace, setting: dict) -> SPSCurve:
     if arguments.curve is not None:
         points = [point.split(":") for point in arguments.curve.split(",")]
         tokens, seconds = tuple(int(b) for b, _ in points), tuple(float(s) for _, s in points)
-        return SPSCurve(tokens, seconds, arguments.draft_s)
+        return SPSCurve(tokens, seconds, arguments.draft_s, arguments.draft_row_s)
     if arguments.profile is not None:
         return RoundTimeProfile.load(arguments.profile).curve(256)
     if setting["curve"] is None:
@@ -135,7 +150,108 @@ def replay(text: Sequence[RoundRecord], criterion: AdaptiveConfidenceCriteria, c
     return tokens, seconds
 
 
-def policies(num_slots: int, prior: list[float] | None, curve: SPSCurve) -> dict[str, Callable]:
+class Running:
+    """A text of a batch."""
+
+    def __init__(self, text: Sequence[RoundRecord], max_tokens: int):
+        self.text, self.ends = text, list(accumulate(own.num_accepted + 1 for own in text))
+        self.tokens, self.left, self.last = 0, max_tokens, min(max_tokens, self.ends[-1])
+
+    @property
+    def block(self) -> RoundRecord:
+        """What was recorded where the text stands, or last before it."""
+        return self.text[bisect_right(self.ends, self.tokens)]
+
+    def go_on(self, length: int) -> int:
+        """Accept what was accepted of so many drafts."""
+        accepted = min(self.block.num_accepted, length, self.last - self.tokens - 1)
+        self.tokens, self.left = self.tokens + accepted + 1, self.left - accepted - 1
+        return accepted
+
+
+def replay_batch(
+    texts: Sequence[Sequence[RoundRecord]],
+    num_rows: int,
+    criterion: AdaptiveConfidenceCriteria | None,
+    curve: SPSCurve,
+    arguments: argparse.Namespace,
+) -> tuple[int, float, int, int]:
+    """Tokens, seconds, drafts sent and rounds of rows; without a criterion nothing is drafted."""
+    waiting = [Running(text, arguments.max_new_tokens) for text in texts]
+    running, waiting = waiting[:num_rows], waiting[num_rows:]
+    if criterion is not None:
+        criterion.add_requests(num_rows - 1)
+    tokens, seconds, num_sent, num_rounds = 0, 0.0, 0, 0
+    while running:
+        left = None if waiting else [row.left for row in running]
+        drafts = criterion is not None and criterion.worth_drafting(left)
+        limits, lengths = [min(row.left - 1, len(row.block.confidence)) for row in running], [0] * len(running)
+        if drafts:
+            slots = torch.arange(max(len(row.block.confidence) for row in running))
+            confidence = torch.tensor([row.block.confidence for row in running])
+            confidence = confidence * (slots < torch.tensor(limits)[:, None])
+            chosen = criterion.verify_lengths(confidence, left).tolist()
+            lengths = [min(pair) for pair in zip(chosen, limits, strict=True)]
+        verify_s = curve.verify(len(running) + sum(lengths)) + arguments.row_s * len(running)
+        draft_s = curve.for_requests(len(running)).draft_s if drafts else 0.0
+        times = [s / len(running) for s in (draft_s, verify_s, draft_s + verify_s)]
+        records = []
+        for row, length in zip(running, lengths, strict=True):
+            own = row.block
+            result = (own.anchor_id, own.token_ids[:length], own.confidence, row.go_on(length))
+            records.append(RoundRecord(*result, 0, result[-1] + 1, *times, drafted=drafts))
+        tokens += sum(record.accepted_length for record in records)
+        seconds, num_sent, num_rounds = (
+            seconds + draft_s + verify_s,
+            num_sent + sum(lengths),
+            num_rounds + len(running),
+        )
+        kept = [i for i, row in enumerate(running) if row.tokens < row.last]
+        new, waiting = waiting[: num_rows - len(kept)], waiting[num_rows - len(kept) :]
+        running = [running[i] for i in kept] + new
+        if criterion is not None:
+            criterion.observe(records)
+            criterion.keep_requests(kept)
+            criterion.add_requests(len(new))
+    return tokens, seconds, num_sent, num_rounds
+
+
+def print_batches(texts: Texts, prior: list[float] | None, curve: SPSCurve, arguments: argparse.Namespace) -> None:
+    pool = [text for own in texts.values() for text in own]
+    num_slots = len(pool[0][0].confidence)
+    print("| policy | " + " | ".join(f"{rows} rows | sent" for rows in arguments.rows) + " |")
+    print("|---|" + "---:|" * 2 * len(arguments.rows))
+    drawn = {
+        rows: [
+            random.Random(seed).sample(pool * (1 + arguments.waiting), rows * (1 + arguments.waiting))
+            for seed in range(arguments.batches)
+        ]
+        for rows in arguments.rows
+    }
+    plain = {rows: [replay_batch(own, rows, None, curve, arguments) for own in drawn[rows]] for rows in arguments.rows}
+    for name, make in policies(num_slots, prior, None).items():
+        cells = []
+        for rows in arguments.rows:
+            own_curve = known_curve(curve, rows, num_slots, arguments.row_s)
+            ratios, sent, rounds = [], 0, 0
+            for own, (plain_tokens, plain_s, _, _) in zip(drawn[rows], plain[rows], strict=True):
+                criterion = make()
+                criterion.use_curve(own_curve)
+                tokens, seconds, num_sent, num_rounds = replay_batch(own, rows, criterion, curve, arguments)
+                ratios.append(tokens / seconds * plain_s / plain_tokens)
+                sent, rounds = sent + num_sent, rounds + num_rounds
+            cells.append(f"{statistics.mean(ratios):.3f} | {sent / rounds:.2f}")
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def known_curve(curve: SPSCurve, num_rows: int, num_slots: int, row_s: float) -> SPSCurve:
+    """What a profile of so many rows would say: passes of fewer tokens than rows are those of fewer rows."""
+    points = batch_points(num_slots, num_rows)
+    seconds = tuple(curve.verify(b) + row_s * min(b, num_rows) for b in points)
+    return SPSCurve(points, seconds, curve.draft_s, curve.draft_request_s)
+
+
+def policies(num_slots: int, prior: list[float] | None, curve: SPSCurve | None) -> dict[str, Callable]:
     def make(scheduler, **options):
         return lambda: AdaptiveConfidenceCriteria(scheduler(), num_slots, prior, curve, **options)
 
@@ -165,6 +281,9 @@ def main() -> None:
             n: [[_rejected(r) for r in t for _ in range(1 + r.num_accepted)] for t in own] for n, own in texts.items()
         }
         prior = None
+    if arguments.rows:
+        print_batches(texts, prior, curve, arguments)
+        return
     num_slots = next(len(r.confidence) for own in texts.values() for text in own for r in text)
     times = ", ".join(f"{b}: {1e3 * s:.1f}" for b, s in zip(curve.batch_tokens, curve.verify_s, strict=True))
     print(f"verification ms by tokens {times}; drafting {1e3 * curve.draft_s:.1f} ms")

@@ -244,7 +244,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         tokens_left = None if others_wait else limits
         # The target adds one token itself, so a draft in the last free place could never be kept.
         limits = [max(0, min(self.options.num_assistant_tokens, limit - 1)) for limit in limits]
-        if max(limits) < 1 or (self.criterion is not None and not self.criterion.worth_drafting()):
+        if max(limits) < 1 or (self.criterion is not None and not self.criterion.worth_drafting(tokens_left)):
             return [DraftProposal(text[:, :0], drafted=False) for text in texts]
         hidden = self._parallel_stage([text[:, -1:] for text in texts])[:, : max(limits)]  # [R, k, d]
         token_ids, draft_logits, confidence, kept = self._sequential_stage(hidden, texts, limits)

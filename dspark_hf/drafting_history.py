@@ -6,6 +6,7 @@ Never sees a model. Slots are 0-based.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,15 +40,13 @@ class AcceptanceHistory:
         self._tokens = self.PRIOR_ROUNDS * (1 + float(self._prior[0]))
 
     def observe(self, record: RoundRecord) -> None:
-        """Learn from a round.
+        """Learn from a round that drafted.
 
         Args:
             record (`RoundRecord`): The round.
         """
         self._rounds = self.DECAY * self._rounds + 1
         self._tokens = self.DECAY * self._tokens + record.accepted_length
-        if not record.drafted:
-            return
         for sums in (self._accepted, self._reached, self._expected):
             sums *= self.DECAY
         judged = min(record.num_accepted + 1, record.verify_length)
@@ -57,7 +56,7 @@ class AcceptanceHistory:
 
     @property
     def tokens_per_round(self) -> float:
-        """`float`: Tokens of a round of late, whether it drafted or not."""
+        """`float`: Tokens of a round that drafted, of late."""
         return self._tokens / self._rounds
 
     @property
@@ -160,24 +159,27 @@ class DraftingGate:
     # Long enough for chance not to close it: a round brings 1 token more or less than its mean, drafting a quarter.
     DECAY = 0.97
     PRIOR_ROUNDS = 8.0
-    TOLERANCE = 0.94  # the mean of so few rounds is off by as much; stopping by chance costs more than a small loss
+    # The mean of so few rounds is off by as much, that of R requests by sqrt(R) less; stopping by chance costs more
+    # than a small loss.
+    TOLERANCE = 0.06
     FIRST_WAIT, LONGEST_WAIT = 8, 64
 
     def __init__(self) -> None:
         self._tokens = self._steps = 0.0
         self._wait = self._rounds_left = self.FIRST_WAIT
 
-    def opens(self, outlook: RoundOutlook, num_requests: int = 1) -> bool:
+    def opens(self, outlook: RoundOutlook, num_requests: int = 1, kept_pace: float = 1.0) -> bool:
         """Decide about the next round.
 
         Args:
             outlook (`RoundOutlook`): The past, and the machine.
             num_requests (`int`, *optional*, defaults to 1): R.
+            kept_pace (`float`, *optional*, defaults to 1.0): Part of what drafting brings that shortens the call.
 
         Returns:
             `bool`: Whether to draft.
         """
-        if self._pays(outlook, num_requests):
+        if self._pays(outlook, num_requests, kept_pace):
             self._wait = self._rounds_left = self.FIRST_WAIT
             return True
         if self._rounds_left > 0:
@@ -202,11 +204,11 @@ class DraftingGate:
         if tokens > steps * len(records):  # a probe that paid is followed by another one
             self._wait, self._rounds_left = self.FIRST_WAIT, 0
 
-    def _pays(self, outlook: RoundOutlook, num_requests: int) -> bool:
+    def _pays(self, outlook: RoundOutlook, num_requests: int, kept_pace: float) -> bool:
         tokens, seconds = best_fixed_length(outlook, num_requests)
         tokens = self._tokens + self.PRIOR_ROUNDS * tokens / num_requests
         steps = self._steps + self.PRIOR_ROUNDS * seconds / outlook.curve.verify(num_requests)
-        return tokens > self.TOLERANCE * steps
+        return kept_pace * tokens > (1 - self.TOLERANCE / math.sqrt(num_requests)) * steps
 
 
 def best_fixed_length(outlook: RoundOutlook, num_requests: int = 1) -> tuple[float, float]:

@@ -92,7 +92,7 @@ class DSparkAttention(nn.Module):
             keys, values = cache.write(self.layer_idx, keys, values)
         if attention_mask is None:
             keys, values, attention_mask = self._as_in_decoding(keys, values, q, cache)
-            if self.config._attn_implementation == "sdpa" and not torch.is_grad_enabled():
+            if self.config._attn_implementation == "sdpa" and not self.training:
                 outputs = self._folded_attention(queries, keys, values, attention_mask)
                 return self.o_proj(outputs.reshape(b, q, -1))
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)

@@ -166,7 +166,7 @@ def token_weights(
 
     Args:
         curve (`SPSCurve`): Round times.
-        tokens_per_round (`Sequence[float]` of length R): Of each request, of late.
+        tokens_per_round (`Sequence[float]` of length R): Of each request, of late, where it drafted.
         tokens_left (`Sequence[int]` of length R, *optional*):
             Tokens that each may still grow by; `None` where other texts take the places of those that end.
 
@@ -176,14 +176,42 @@ def token_weights(
     count, pace = len(tokens_per_round), np.asarray(tokens_per_round, dtype=np.float64)
     if count == 1:
         return (1.0,)
-    alone_s, all_s = curve.round_s(1), curve.for_requests(count).round_s(count)
-    own_share = min(1.0, (all_s - alone_s) / all_s * count / (count - 1))
-    shares = np.ones(count)
+    own_share, shares = _own_share(curve, count), np.ones(count)
     if tokens_left is not None:
         rounds_left = np.maximum(tokens_left, 1) / pace
         shares = (rounds_left / rounds_left.max()) ** URGENCY
         shares /= shares.mean()
     return tuple((pace.mean() / pace * (own_share + (1 - own_share) * shares)).tolist())
+
+
+def kept_pace(curve: SPSCurve, tokens_per_round: Sequence[float], tokens_left: Sequence[int] | None = None) -> float:
+    """What a call keeps of the mean pace of its requests, since it ends with the slowest of them.
+
+    The time to the end at their paces against that at one token a round, by the two parts of the time of a round (see
+    [`token_weights`]): one goes by the most rounds that a request has ahead, the other by the rounds of all.
+
+    Args:
+        curve (`SPSCurve`): Round times.
+        tokens_per_round (`Sequence[float]` of length R): Of each request.
+        tokens_left (`Sequence[int]` of length R, *optional*):
+            Tokens that each may still grow by; `None` where other texts take the places of those that end.
+
+    Returns:
+        `float`: 1 where all are equally fast, or none holds up the others.
+    """
+    count = len(tokens_per_round)
+    if count == 1 or tokens_left is None:
+        return 1.0
+    own_share, pace = _own_share(curve, count), np.asarray(tokens_per_round, dtype=np.float64)
+    left = np.maximum(tokens_left, 1)
+    plain, drafted = ((1 - own_share) * rounds.max() + own_share * rounds.mean() for rounds in (left, left / pace))
+    return min(1.0, float(plain / drafted / pace.mean()))
+
+
+def _own_share(curve: SPSCurve, num_requests: int) -> float:
+    """The part of a round's time that is the requests' own: that leaves with those that end."""
+    alone_s, all_s = curve.round_s(1), curve.for_requests(num_requests).round_s(num_requests)
+    return min(1.0, (all_s - alone_s) / all_s * num_requests / (num_requests - 1))
 
 
 class Scheduler(Protocol):

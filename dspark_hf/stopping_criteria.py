@@ -28,6 +28,7 @@ from .scheduling import (
     SearchScheduler,
     SPSCurve,
     ThresholdScheduler,
+    kept_pace,
     mean_survival,
     token_weights,
 )
@@ -192,13 +193,20 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         """
         self.histories = [self.histories[request] for request in requests]
 
-    def worth_drafting(self) -> bool:
+    def worth_drafting(self, tokens_left: Sequence[int] | None = None) -> bool:
         """Whether to draft in the next round; asked once per round.
+
+        Args:
+            tokens_left (`Sequence[int]` of length R, *optional*):
+                Tokens that each text may still grow by, where the call ends with the last of them.
 
         Returns:
             `bool`
         """
-        return self._gate is None or self._gate.opens(self._outlook(), len(self.histories))
+        if self._gate is None:
+            return True
+        kept = kept_pace(self.curve, [history.tokens_per_round for history in self.histories], tokens_left)
+        return self._gate.opens(self._outlook(), len(self.histories), kept)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
         """Whether to end the block before the last slot in `confidence`.
@@ -257,7 +265,8 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         """
         self._times.observe(records)
         for history, record in zip(self.histories, records, strict=True):
-            history.observe(record)
+            if record.drafted:
+                history.observe(record)
         if self._gate is not None and any(record.drafted for record in records):
             self._gate.observe(records, self.curve)
 

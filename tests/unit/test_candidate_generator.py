@@ -169,7 +169,7 @@ def test_context_waits_while_drafting_does_not_pay():
         generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
         gate = iter((not skip, True))
         generator.criterion = SimpleNamespace(
-            worth_drafting=lambda gate=gate: next(gate),
+            worth_drafting=lambda _, gate=gate: next(gate),
             verify_lengths=lambda confidence, _: torch.tensor([confidence.shape[1]]),
         )
         generator.add_context(states, 6, {})

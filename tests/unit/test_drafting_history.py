@@ -58,25 +58,14 @@ def test_slots_that_were_not_sent_are_not_judged(monkeypatch):
 
 
 def test_tokens_per_round_by_hand(monkeypatch):
-    """Four pseudo-rounds of 1.6; rounds without drafts count, and teach nothing about slots."""
+    """Four pseudo-rounds of 1.6, then one of 4 and one of 1."""
     without_decay(monkeypatch, AcceptanceHistory)
     history = AcceptanceHistory(3)
     assert history.tokens_per_round == pytest.approx(1.6)
     history.observe(record(3, 3))
-    history.observe(record(0, 0, drafted=False))
+    history.observe(record(0, 3))
     assert history.tokens_per_round == pytest.approx((6.4 + 4 + 1) / 6)
-    assert history.conditional_acceptance == pytest.approx([2.2 / 3] * 3)
     assert AcceptanceHistory(3, [0.5, 0.1, 0.1]).tokens_per_round == pytest.approx(1.5)
-
-
-def test_rounds_without_drafts_do_not_make_the_past_fade():
-    history, other = AcceptanceHistory(2), AcceptanceHistory(2)
-    for own in (history, other):
-        own.observe(record(2, 2))
-    for _ in range(20):
-        history.observe(record(0, 0, drafted=False))
-    assert history.conditional_acceptance == other.conditional_acceptance
-    assert history.tokens_per_round < other.tokens_per_round
 
 
 def test_calibrated_prior_weighs_four_rounds(monkeypatch):

@@ -126,12 +126,12 @@ def test_threshold_of_one_sends_nothing():
 
 @pytest.mark.parametrize("scheduler", [SearchScheduler, LookaheadScheduler])
 def test_the_row_that_would_end_last_gets_more_drafts(scheduler):
-    """One row is accepted, the other is not; the confidences of this round are the same."""
+    """The paces differ, the confidences of the round do not."""
     curve = SPSCurve((1, 2, 12), (1.0, 1.0, 1.5))
     criterion = AdaptiveConfidenceCriteria(scheduler(), 4, curve=curve, learn_times=False)
     criterion.add_requests(1)
-    # Not drafted: nothing is learned about slots, so that the two differ in their pace alone.
-    rounds = [RoundRecord(1, (), (), accepted, 2, 1, drafted=False) for accepted in (3, 0)]
+    # Of one a draft is sent and accepted, of the other nothing is sent: confidences are corrected for neither.
+    rounds = [RoundRecord(1, (5,), (1.0,), 1, 2, 2), RoundRecord(1, (), (), 0, 2, 1)]
     for _ in range(8):
         criterion.observe(rounds)
     confidence = torch.full((2, 4), 0.6)
