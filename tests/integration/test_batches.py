@@ -19,7 +19,15 @@ from transformers import (
     TextStreamer,
 )
 
-from dspark_hf import DSparkGenerateOutput, RowStreamer, batch_rows, collect_rounds, generate_many, packed_target
+from dspark_hf import (
+    AdaptiveConfidenceCriteria,
+    DSparkGenerateOutput,
+    RowStreamer,
+    batch_rows,
+    collect_rounds,
+    generate_many,
+    packed_target,
+)
 from dspark_hf._compat import CACHE_KEY
 from tests.helpers import character_tokenizer, oracle_draft, random_prompt, tiny_target
 
@@ -355,6 +363,28 @@ def test_a_first_token_may_be_the_last(pair):
     assert answers[1].tolist() == answers[2].tolist() == [first]
     for seed, answer in zip((0, 1, 1, 2), answers, strict=True):
         assert answer.tolist() == alone(target, 4, seed, **options)
+
+
+def test_no_row_is_hurried_while_others_wait(pair, monkeypatch):
+    """The call ends with its slowest row only once nobody takes the place of one that ends."""
+    target, _ = pair
+    draft = oracle_draft(target)
+    seen, outlook = [], AdaptiveConfidenceCriteria._outlook
+
+    def spy(criterion, tokens_left=None):
+        seen.append((len(criterion.histories), tokens_left))
+        return outlook(criterion, tokens_left)
+
+    monkeypatch.setattr(AdaptiveConfidenceCriteria, "_outlook", spy)
+    draft.generation_config.num_assistant_tokens_schedule = "lookahead"  # without a gate, which asks as well
+    prompts = [random_prompt(4, seed=row)[0] for row in range(4)]
+    answers = generate_many(target, draft, prompts, max_batch=2, do_sample=False, max_new_tokens=12)
+    hurried = [tokens_left is not None for _, tokens_left in seen]
+    assert hurried == sorted(hurried)
+    assert len(set(hurried)) == 2
+    assert all(len(left) == count and 1 <= min(left) <= max(left) <= 11 for count, left in seen if left is not None)
+    for row, answer in enumerate(answers):
+        assert answer.tolist() == alone(target, 4, row, do_sample=False, max_new_tokens=12)
 
 
 def test_a_question_may_be_asked_while_others_wait(pair):
