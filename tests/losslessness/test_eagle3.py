@@ -222,8 +222,8 @@ def test_a_wrong_q_is_noticed(monkeypatch):
     target, draft = pair(0.0)
     right = Eagle3CandidateGenerator.propose
 
-    def raw_q(self, texts, limits=None):
-        (proposal,) = right(self, texts, limits)
+    def raw_q(self, texts, *arguments):
+        (proposal,) = right(self, texts, *arguments)
         if proposal.draft_logits is None:
             return [proposal]
         return [DraftProposal(proposal.token_ids, proposal.draft_logits * 0.5)]
