@@ -205,7 +205,7 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         """
         if self._gate is None:
             return True
-        kept = kept_pace(self.curve, [history.tokens_per_round for history in self.histories], tokens_left)
+        kept = kept_pace(self.curve, self._paces, tokens_left)
         return self._gate.opens(self._outlook(), len(self.histories), kept)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
@@ -244,7 +244,8 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         if self.needs_curve:  # a threshold is the user's, on the confidence as it is
             rows = zip(self.histories, confidence.split(1), strict=True)
             confidence = torch.cat([history.corrected(row) for history, row in rows])
-        return self.scheduler.verify_lengths(confidence, self._outlook(tokens_left))
+        weights = token_weights(self.curve, self._paces, tokens_left)
+        return self.scheduler.verify_lengths(confidence, self._outlook(weights))
 
     def stand_in_confidence(self, num_slots: int) -> torch.Tensor:
         """Confidences of a draft without a confidence head: the acceptance so far.
@@ -270,11 +271,14 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         if self._gate is not None and any(record.drafted for record in records):
             self._gate.observe(records, self.curve)
 
-    def _outlook(self, tokens_left: Sequence[int] | None = None) -> RoundOutlook:
+    @property
+    def _paces(self) -> list[float]:
+        return [history.tokens_per_round for history in self.histories]
+
+    def _outlook(self, weights: tuple[float, ...] | None = None) -> RoundOutlook:
         survival = [mean_survival(history.conditional_acceptance) for history in self.histories]
-        pace = [history.tokens_per_round for history in self.histories]
         return RoundOutlook(
             self.curve.for_requests(len(survival)),
             tuple(sum(slot) / len(survival) for slot in zip(*survival, strict=True)),
-            token_weights(self.curve, pace, tokens_left),
+            weights,
         )

@@ -369,14 +369,14 @@ def test_no_row_is_hurried_while_others_wait(pair, monkeypatch):
     """The call ends with its slowest row only once nobody takes the place of one that ends."""
     target, _ = pair
     draft = oracle_draft(target)
-    seen, outlook = [], AdaptiveConfidenceCriteria._outlook
+    seen, right = [], AdaptiveConfidenceCriteria.verify_lengths
 
-    def spy(criterion, tokens_left=None):
+    def spy(criterion, confidence, tokens_left=None):
         seen.append((len(criterion.histories), tokens_left))
-        return outlook(criterion, tokens_left)
+        return right(criterion, confidence, tokens_left)
 
-    monkeypatch.setattr(AdaptiveConfidenceCriteria, "_outlook", spy)
-    draft.generation_config.num_assistant_tokens_schedule = "lookahead"  # without a gate, which asks as well
+    monkeypatch.setattr(AdaptiveConfidenceCriteria, "verify_lengths", spy)
+    draft.generation_config.num_assistant_tokens_schedule = "lookahead"
     prompts = [random_prompt(4, seed=row)[0] for row in range(4)]
     answers = generate_many(target, draft, prompts, max_batch=2, do_sample=False, max_new_tokens=12)
     hurried = [tokens_left is not None for _, tokens_left in seen]
