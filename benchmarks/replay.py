@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import random
 import statistics
 from bisect import bisect_right
@@ -133,27 +134,10 @@ def choose_curve(arguments: argparse.Namespace, setting: dict) -> SPSCurve:
     return SPSCurve(**{name: tuple(v) if isinstance(v, list) else v for name, v in setting["curve"].items()})
 
 
-def replay(text: Sequence[RoundRecord], criterion: AdaptiveConfidenceCriteria, curve: SPSCurve) -> tuple[int, float]:
-    """Tokens and seconds of a text."""
-    ends = list(accumulate(own.num_accepted + 1 for own in text))
-    tokens, seconds = 0, 0.0
-    while tokens < ends[-1]:
-        own, length, drafts = text[bisect_right(ends, tokens)], 0, criterion.worth_drafting()
-        if drafts:
-            length = int(criterion.verify_lengths(torch.tensor([own.confidence])))
-        accepted = min(own.num_accepted, length)
-        verify_s, draft_s = curve.verify(1 + length), curve.draft_s if drafts else 0.0
-        times = {"draft_s": draft_s, "verify_s": verify_s, "round_s": draft_s + verify_s}
-        result = RoundRecord(own.anchor_id, own.token_ids[:length], own.confidence, accepted, 0, accepted + 1, **times)
-        criterion.observe([dataclasses.replace(result, drafted=drafts)])
-        tokens, seconds = tokens + accepted + 1, seconds + draft_s + verify_s
-    return tokens, seconds
-
-
 class Running:
     """A text of a batch."""
 
-    def __init__(self, text: Sequence[RoundRecord], max_tokens: int):
+    def __init__(self, text: Sequence[RoundRecord], max_tokens: float):
         self.text, self.ends = text, list(accumulate(own.num_accepted + 1 for own in text))
         self.tokens, self.left, self.last = 0, max_tokens, min(max_tokens, self.ends[-1])
 
@@ -164,20 +148,21 @@ class Running:
 
     def go_on(self, length: int) -> int:
         """Accept what was accepted of so many drafts."""
-        accepted = min(self.block.num_accepted, length, self.last - self.tokens - 1)
+        accepted = min(self.block.num_accepted, length)
         self.tokens, self.left = self.tokens + accepted + 1, self.left - accepted - 1
         return accepted
 
 
-def replay_batch(
+def replay(
     texts: Sequence[Sequence[RoundRecord]],
     num_rows: int,
     criterion: AdaptiveConfidenceCriteria | None,
     curve: SPSCurve,
-    arguments: argparse.Namespace,
+    max_tokens: float = math.inf,
+    row_s: float = 0.0,
 ) -> tuple[int, float, int, int]:
     """Tokens, seconds, drafts sent and rounds of rows; without a criterion nothing is drafted."""
-    waiting = [Running(text, arguments.max_new_tokens) for text in texts]
+    waiting = [Running(text, max_tokens) for text in texts]
     running, waiting = waiting[:num_rows], waiting[num_rows:]
     if criterion is not None:
         criterion.add_requests(num_rows - 1)
@@ -192,7 +177,7 @@ def replay_batch(
             confidence = confidence * (slots < torch.tensor(limits)[:, None])
             chosen = criterion.verify_lengths(confidence, left).tolist()
             lengths = [min(pair) for pair in zip(chosen, limits, strict=True)]
-        verify_s = curve.verify(len(running) + sum(lengths)) + arguments.row_s * len(running)
+        verify_s = curve.verify(len(running) + sum(lengths)) + row_s * len(running)
         draft_s = curve.for_requests(len(running)).draft_s if drafts else 0.0
         times = [s / len(running) for s in (draft_s, verify_s, draft_s + verify_s)]
         records = []
@@ -201,11 +186,9 @@ def replay_batch(
             result = (own.anchor_id, own.token_ids[:length], own.confidence, row.go_on(length))
             records.append(RoundRecord(*result, 0, result[-1] + 1, *times, drafted=drafts))
         tokens += sum(record.accepted_length for record in records)
-        seconds, num_sent, num_rounds = (
-            seconds + draft_s + verify_s,
-            num_sent + sum(lengths),
-            num_rounds + len(running),
-        )
+        seconds += draft_s + verify_s
+        num_sent += sum(lengths)
+        num_rounds += len(running)
         kept = [i for i, row in enumerate(running) if row.tokens < row.last]
         new, waiting = waiting[: num_rows - len(kept)], waiting[num_rows - len(kept) :]
         running = [running[i] for i in kept] + new
@@ -228,7 +211,8 @@ def print_batches(texts: Texts, prior: list[float] | None, curve: SPSCurve, argu
         ]
         for rows in arguments.rows
     }
-    plain = {rows: [replay_batch(own, rows, None, curve, arguments) for own in drawn[rows]] for rows in arguments.rows}
+    setting = (arguments.max_new_tokens, arguments.row_s)
+    plain = {rows: [replay(own, rows, None, curve, *setting) for own in drawn[rows]] for rows in arguments.rows}
     for name, make in policies(num_slots, prior, None).items():
         cells = []
         for rows in arguments.rows:
@@ -237,7 +221,7 @@ def print_batches(texts: Texts, prior: list[float] | None, curve: SPSCurve, argu
             for own, (plain_tokens, plain_s, _, _) in zip(drawn[rows], plain[rows], strict=True):
                 criterion = make()
                 criterion.use_curve(own_curve)
-                tokens, seconds, num_sent, num_rounds = replay_batch(own, rows, criterion, curve, arguments)
+                tokens, seconds, num_sent, num_rounds = replay(own, rows, criterion, curve, *setting)
                 ratios.append(tokens / seconds * plain_s / plain_tokens)
                 sent, rounds = sent + num_sent, rounds + num_rounds
             cells.append(f"{statistics.mean(ratios):.3f} | {sent / rounds:.2f}")
@@ -290,7 +274,7 @@ def main() -> None:
     print({name: f"{len(own)} texts, {sum(map(len, own))} rounds" for name, own in texts.items()}, "\n")
     print("| policy | " + " | ".join(texts) + " | all |\n|---|" + "---:|" * (len(texts) + 1))
     for name, make in policies(num_slots, prior, curve).items():
-        results = {domain: [replay(text, make(), curve) for text in own] for domain, own in texts.items()}
+        results = {domain: [replay([text], 1, make(), curve)[:2] for text in own] for domain, own in texts.items()}
         results["all"] = [result for own in results.values() for result in own]
         ratios = [sum(t for t, _ in own) * curve.plain_s / sum(s for _, s in own) for own in results.values()]
         print(f"| {name} | " + " | ".join(f"{ratio:.3f}" for ratio in ratios) + " |")
