@@ -22,6 +22,7 @@ from .drafting_steps import (
     captured_states,
     check_hidden_states,
     context_positions,
+    drafts_within,
     end_token_ids,
     length_to_end,
     num_prompt_tokens,
@@ -29,6 +30,7 @@ from .drafting_steps import (
 )
 from .metrics import RoundRecord
 from .modeling_dspark import DSparkDraftModel
+from .position_limits import position_limits
 from .processors import are_rowwise, mirrored
 from .sampling import argmax_token, select_token
 from .scheduling import SPSCurve
@@ -117,6 +119,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._rowwise = are_rowwise(self._requests[0].processors)
         self._draft_token_ids = draft.draft_token_ids()
         self._end_ids = end_token_ids(generation_config)
+        self._position_limits = position_limits(target)
         self._cache = DraftCache(draft.config.num_hidden_layers)
         self._saw_prompt = False
 
@@ -244,6 +247,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         tokens_left = None if others_wait else limits
         # The target adds one token itself, so a draft in the last free place could never be kept.
         limits = [max(0, min(self.options.num_assistant_tokens, limit - 1)) for limit in limits]
+        limits = [
+            drafts_within(self._position_limits, limit, text, request.anchor_position)
+            for limit, text, request in zip(limits, texts, self._requests, strict=True)
+        ]
         if max(limits) < 1 or (self.criterion is not None and not self.criterion.worth_drafting(tokens_left)):
             return [DraftProposal(text[:, :0], drafted=False) for text in texts]
         hidden = self._parallel_stage([text[:, -1:] for text in texts])[:, : max(limits)]  # [R, k, d]

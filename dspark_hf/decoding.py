@@ -30,6 +30,7 @@ from .metrics import AcceptanceStats, RoundRecord, active_collectors
 from .modeling_dspark import DSparkDraftModel
 from .outputs import DSparkGenerateOutput
 from .packed_target import PackedTarget, check_batch
+from .position_limits import position_limits
 from .profiling import profile_for
 from .single_target import SingleTarget
 from .waiting_requests import WaitingRequests, take_queue
@@ -86,6 +87,10 @@ def decode(
                 check_single_row(len(input_ids), is_queued=queue is not None)
             check_batch(target, generation_config, model_kwargs)
             rows = factory.rows(input_ids, model_kwargs.get("attention_mask"))
+            lengths = [(row.num_prompt_tokens, row.max_length) for row in rows]
+            waiting = queue.prompt_lengths if queue is not None else []
+            lengths += [(length, length + rows[0].num_left) for length in waiting]
+            position_limits(target).check_batch(lengths)
             passes = PackedTarget(target, rows)
         loop = _Loop(target, assistant_model, rows, passes, generation_config)
         if queue is not None:

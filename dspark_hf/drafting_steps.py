@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from ._compat import LIBRARY_DEFAULTS
+from .position_limits import PositionLimits
 
 
 def chosen_knob(name: str, draft_config: GenerationConfig, call_config: GenerationConfig | None) -> Any:
@@ -60,6 +61,25 @@ def length_to_end(token_ids: Sequence[int], end_ids: frozenset[int]) -> int:
         `int`
     """
     return next((slot + 1 for slot, token in enumerate(token_ids) if token in end_ids), len(token_ids))
+
+
+def drafts_within(limits: PositionLimits, most: int, text: torch.Tensor, anchor_position: torch.Tensor) -> int:
+    """`most` drafts, or as many as the target's positions allow.
+
+    Args:
+        limits (`PositionLimits`): The target's.
+        most (`int`): Drafts that are wanted at most.
+        text (`torch.LongTensor` of shape `(1, s)`): The text, padding included, the anchor last.
+        anchor_position (`torch.LongTensor` of shape `(1, 1)`): Its position in the text, padding left out.
+
+    Returns:
+        `int`
+    """
+    if limits == PositionLimits() or most < 1:
+        return most
+    # Some targets go by the position, some by the length of the padded text.
+    allowed = (limits.most_drafts(length) for length in (text.shape[1], int(anchor_position) + 1))
+    return min([most, *(count for count in allowed if count is not None)])
 
 
 def check_hidden_states(

@@ -53,24 +53,24 @@ class OutputLog:
         if self.logits is not None:
             self.logits += tuple(raw_logits[:, i].float() for i in range(num_committed))
 
-    def add_layers(self, outputs: Any, cache: Any, num_committed: int, prefill: bool) -> None:
+    def add_layers(self, outputs: Any, cache: Any, num_committed: int, one_entry: bool) -> None:
         """Append the hidden states and attentions of the tokens that one forward pass committed.
 
         Args:
             outputs (`ModelOutput`): The target's.
             cache (`Cache`): The target's, whose layers say which keys plain generation would have had.
             num_committed (`int`): Tokens committed.
-            prefill (`bool`): Whether this was the prompt, whose one entry spans all its rows.
+            one_entry (`bool`): Whether plain generation runs the same pass, and so has one entry of all its rows.
         """
         if self.hidden_states is not None:
-            self.hidden_states += _entries(outputs.hidden_states, num_committed, prefill)
+            self.hidden_states += _entries(outputs.hidden_states, num_committed, one_entry)
         if self.attentions is not None:  # empty where the attention implementation has no weights to return
-            self.attentions += _entries(outputs.attentions, num_committed, prefill, cache)
+            self.attentions += _entries(outputs.attentions, num_committed, one_entry, cache)
 
 
-def _entries(layers: tuple[torch.Tensor | None, ...], num_committed: int, prefill: bool, cache: Any = None) -> tuple:
+def _entries(layers: tuple[torch.Tensor | None, ...], num_committed: int, one_entry: bool, cache: Any = None) -> tuple:
     """Per token, per layer: its row. With a cache they are attentions, over the keys plain generation has then."""
-    if prefill:
+    if one_entry:
         return (tuple(layers),)
 
     def row(layer_idx: int, i: int) -> torch.Tensor | None:

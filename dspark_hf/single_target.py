@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.generation import GenerationMixin
 from transformers.utils import logging
 
 from ._compat import CACHE_KEY, QuantizedLayer
@@ -72,8 +73,22 @@ class SingleTarget:
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
         """What must hold from the first round on."""
-        with _past_recording(self.model_kwargs[CACHE_KEY]), self.target._optimize_model_for_decode():
-            yield
+        with self.target._optimize_model_for_decode():
+            self._record_past(self.model_kwargs[CACHE_KEY])
+            try:
+                yield
+            finally:
+                self._stop_recording()
+
+    def _record_past(self, cache: Any) -> None:
+        """Let windowed layers keep what a rollback needs."""
+        self._recording = [(layer, layer.record_past) for layer in cache.layers if hasattr(layer, "record_past")]
+        cache.activate_past_recording()
+
+    def _stop_recording(self) -> None:
+        """Leave the cache as it was."""
+        for layer, record_past in self._recording:
+            layer.record_past = record_past
 
     @contextlib.contextmanager
     def no_drafts_left_behind(self) -> Iterator[None]:
@@ -99,14 +114,12 @@ class SingleTarget:
             logger.warning_once(
                 "With `prefill_chunk_size` the draft sees the last chunk of the prompt only, and is accepted less."
             )
-        overrides = self.generator.model_kwargs_overrides
-        outputs = self.target._prefill(rows[0].input_ids, self.config, {**self.model_kwargs, **overrides})
-        if not outputs[CACHE_KEY].is_croppable:
-            raise ValueError(
-                f"DSpark takes rejected tokens back out of the cache, which {type(outputs[CACHE_KEY]).__name__} of "
-                f"{type(self.target).__name__} does not allow. Use a dynamic cache, or plain generation for this "
-                "target."
-            )
+        kwargs, overrides = dict(self.model_kwargs), self.generator.model_kwargs_overrides
+        if type(self.target)._prefill is GenerationMixin._prefill:
+            outputs = GenerationMixin._prefill(_Asking(self.target, overrides), rows[0].input_ids, self.config, kwargs)
+        else:
+            outputs = self.target._prefill(rows[0].input_ids, self.config, kwargs | overrides)
+        check_filled_cache(self.target, outputs.get(CACHE_KEY))
         self.generator.check_hidden_states(outputs.hidden_states)
         self._outputs, self._num_drafts, self._is_prefill = outputs, 0, True
         return [outputs.logits[:, -1:]]
@@ -123,15 +136,21 @@ class SingleTarget:
         (drafts,) = draft_ids
         count = drafts.shape[1]
         kwargs = _grow(self.target, {}, dict(self.model_kwargs), count) if count else self.model_kwargs
+        ids = torch.cat([self.row.input_ids, drafts], dim=1)
         inputs = self.target.prepare_inputs_for_generation(
-            torch.cat([self.row.input_ids, drafts], dim=1),
-            next_sequence_length=1 + count,
-            is_first_iteration=False,
-            **kwargs,
+            ids, next_sequence_length=1 + count, is_first_iteration=False, **kwargs
         )
+        if inputs["input_ids"].shape[1] < 1 + count:  # an older rule: of a cached text the last token alone
+            inputs["input_ids"] = ids[:, -1 - count :]
+            inputs["position_ids"] = kwargs["position_ids"][..., -1 - count :] if "position_ids" in inputs else None
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 1 + count
         outputs = self.target(**(inputs | self.generator.model_kwargs_overrides), return_dict=True)
+        _check_pass(self.target, outputs, 1 + count)
+        self._started_over = outputs[CACHE_KEY] is not self.model_kwargs[CACHE_KEY]
+        if self._started_over:  # Phi does, where its frequencies change
+            self._stop_recording()
+            self._record_past(outputs[CACHE_KEY])
         if outputs.logits.device.type != "cpu":  # verification waits for the device anyway; here the wait is timed
             torch.accelerator.synchronize(outputs.logits.device)
         self._outputs, self._num_drafts, self._is_prefill = outputs, count, False
@@ -146,14 +165,17 @@ class SingleTarget:
         (verdict,) = verdicts
         outputs, num_committed = self._outputs, verdict.new_ids.shape[1]
         cache = outputs[CACHE_KEY]
-        self.row.log.add_layers(outputs, cache, num_committed, self._is_prefill)
+        self.row.log.add_layers(outputs, cache, num_committed, self._is_prefill or self._started_over)
         # The last committed token is the next anchor: it is not in the cache yet, as after plain generation.
         if not self._is_prefill:  # also with nothing to take back: windowed layers drop what left the window
             cache.crop(num_committed - 1 - self._num_drafts)
         self.model_kwargs = _grow(self.target, outputs, self.model_kwargs, num_committed)
         if not self.row.finished:
-            num_tokens = num_prompt_tokens(outputs.hidden_states) if self._is_prefill else num_committed
-            self.generator.add_context(outputs.hidden_states, num_tokens, self.model_kwargs)
+            states = outputs.hidden_states
+            num_tokens = num_prompt_tokens(states) if self._is_prefill else num_committed
+            if not self._is_prefill and self._started_over:  # the states are those of the whole text
+                states = tuple(state if state is None else state[:, -1 - self._num_drafts :] for state in states)
+            self.generator.add_context(states, num_tokens, self.model_kwargs)
 
     def keep(self, requests: Sequence[int]) -> None:
         """Nothing to forget: with its one request the call ends.
@@ -161,6 +183,24 @@ class SingleTarget:
         Args:
             requests (`Sequence[int]`): Not read.
         """
+
+
+class _Asking:
+    """A target that is asked for hidden states after it prepared its inputs: some preparations drop what they do not
+    know."""
+
+    def __init__(self, target: PreTrainedModel, overrides: dict[str, Any]):
+        self._target, self._overrides = target, overrides
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._target(**inputs)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The target's own preparation, with the overrides."""
+        return self._target.prepare_inputs_for_generation(*args, **kwargs) | self._overrides
 
 
 def _grow(target: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
@@ -173,19 +213,8 @@ def _grow(target: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], n
     return model_kwargs
 
 
-@contextlib.contextmanager
-def _past_recording(cache: Any) -> Iterator[None]:
-    """Let windowed layers keep what a rollback needs, and leave a user's cache as it was."""
-    before = [(layer, layer.record_past) for layer in cache.layers if hasattr(layer, "record_past")]
-    cache.activate_past_recording()
-    try:
-        yield
-    finally:
-        for layer, record_past in before:
-            layer.record_past = record_past
-
-
 def _check_cache(target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
+    """Before the prefill: refuse caches of which it is known that they take nothing back."""
     cache = model_kwargs.get(CACHE_KEY)
     if cache is None:
         raise NotImplementedError(
@@ -201,3 +230,43 @@ def _check_cache(target: PreTrainedModel, generation_config: GenerationConfig, m
             f"DSpark takes rejected tokens back out of the cache, which a cache of type {kind!r} does not allow. Use "
             "a dynamic cache (the default)."
         )
+
+
+def check_filled_cache(target: PreTrainedModel, cache: Any) -> None:
+    """After a prefill: refuse what does not remember tokens one by one.
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+        cache (`Cache`, *optional*): What its pass returned.
+
+    Raises:
+        NotImplementedError: If there is no cache, or it cannot take tokens back.
+    """
+    name = type(target).__name__
+    if cache is None:
+        raise NotImplementedError(
+            f"DSpark continues from a cache, and {name} returned none. Use plain generation for this target."
+        )
+    if getattr(cache, "is_croppable", False):
+        return
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in getattr(cache, "layers", ())):
+        raise NotImplementedError(
+            f"DSpark needs to take back rejected tokens, which the recurrent state in the cache of {name} does not "
+            "allow. Use plain generation for this target."
+        )
+    raise NotImplementedError(
+        f"DSpark takes rejected tokens back out of the cache, which {type(cache).__name__} of {name} does not allow. "
+        "Use plain generation for this target."
+    )
+
+
+def _check_pass(target: PreTrainedModel, outputs: Any, num_tokens: int) -> None:
+    """Refuse a pass that returned less than it was asked for."""
+    num_rows = outputs.logits.shape[1]
+    if num_rows < num_tokens:
+        raise NotImplementedError(
+            f"DSpark verifies several tokens in one pass: {type(target).__name__} was given {num_tokens} and returned "
+            f"logits for {num_rows}. Its forward must return all of them. Use plain generation for this target."
+        )
+    if outputs.get(CACHE_KEY) is None:
+        check_filled_cache(target, None)

@@ -36,6 +36,11 @@ class WaitingRequests:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def prompt_lengths(self) -> list[int]:
+        """`list[int]`: Tokens of each prompt."""
+        return [prompt.shape[1] for _, prompt in self._waiting]
+
     def take(self, num_running: int) -> list[tuple[int, torch.Tensor]]:
         """The prompts that may begin now.
 

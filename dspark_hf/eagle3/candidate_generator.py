@@ -22,12 +22,14 @@ from ..drafting_steps import (
     check_hidden_states,
     chosen_knob,
     context_positions,
+    drafts_within,
     end_token_ids,
     length_to_end,
     num_prompt_tokens,
     over_target_vocabulary,
 )
 from ..metrics import RoundRecord
+from ..position_limits import position_limits
 from ..processors import are_rowwise, mirrored
 from ..sampling import select_token
 from ..scheduling import SPSCurve
@@ -144,6 +146,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         self._rowwise = are_rowwise(self._processors)
         self._draft_token_ids = draft.draft_token_ids()
         self._end_ids = end_token_ids(generation_config)
+        self._position_limits = position_limits(target)
         self._cache = DynamicCache()
         self._context: list[_Context] = []
         self._saw_prompt = False
@@ -217,8 +220,9 @@ class Eagle3CandidateGenerator(CandidateGenerator):
             keep = mask[0, -num_tokens - 1 : -1].bool().to(self.draft.device)
         self._saw_prompt = True
         num_before = self._cache.get_seq_length() + sum(context.keep.shape[0] for context in self._context)
-        positions = context_positions(model_kwargs, num_tokens, num_before, draft.device)[:, :-1]
-        self._context.append(_Context(states, positions, keep))
+        positions = context_positions(model_kwargs, num_tokens, num_before, draft.device)
+        self._anchor_position = positions[:, -1:]
+        self._context.append(_Context(states, positions[:, :-1], keep))
 
     def propose(
         self,
@@ -241,7 +245,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         (input_ids,) = texts
         room = limits[0] if limits is not None else self.max_length - input_ids.shape[1]
         # The target adds one token itself, so a draft in the last free place could never be kept.
-        limit = min(self.num_drafts, room - 1)
+        limit = drafts_within(self._position_limits, min(self.num_drafts, room - 1), input_ids, self._anchor_position)
         if limit < 1:
             return [DraftProposal(input_ids[:, :0], drafted=False)]
         hidden, position = self._read_context(input_ids)
