@@ -32,6 +32,7 @@ from .outputs import DSparkGenerateOutput
 from .packed_target import PackedTarget, check_batch
 from .position_limits import position_limits
 from .profiling import profile_for
+from .round_check import check_packed_rounds, check_rounds
 from .single_target import SingleTarget
 from .waiting_requests import WaitingRequests, take_queue
 
@@ -80,12 +81,14 @@ def decode(
         queue, sink = take_queue(), row_sink(streamer, len(input_ids))
         factory = RowFactory(logits_processor, stopping_criteria, generation_config, input_ids.shape[1])
         if len(input_ids) == 1 and queue is None:
+            check_rounds(target)
             rows = [factory.alone(input_ids)]
             passes = SingleTarget(target, rows[0], generation_config, model_kwargs)
         else:
             if isinstance(assistant_model, Eagle3DraftModel):
                 check_single_row(len(input_ids), is_queued=queue is not None)
             check_batch(target, generation_config, model_kwargs)
+            check_packed_rounds(target)
             rows = factory.rows(input_ids, model_kwargs.get("attention_mask"))
             lengths = [(row.num_prompt_tokens, row.max_length) for row in rows]
             waiting = queue.prompt_lengths if queue is not None else []

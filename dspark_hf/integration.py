@@ -7,7 +7,6 @@ without a DSpark draft to the original, untouched.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -152,9 +151,8 @@ def _wrap_validation(original: Callable) -> Callable:
             check_call(self, draft, generation_mode, generation_config, generation_mode_kwargs)
             # What is left to check does not concern the assistant, whose vocabulary the original would compare.
             rest = {key: value for key, value in generation_mode_kwargs.items() if key != "assistant_model"}
-            config = copy.copy(generation_config)
-            config.num_return_sequences = 1  # other assistants cannot have more
-            return original(self, generation_mode, config, rest)
+            plain_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
+            return original(self, plain_mode, generation_config, rest)
         return original(self, generation_mode, generation_config, generation_mode_kwargs)
 
     return _validate_generation_mode

@@ -371,7 +371,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         """
         if self.lm_head is None:
             return binding.logits(hidden)
-        return binding.scale(self.lm_head(hidden))
+        return binding.scale(self.lm_head(binding.before_head(hidden)))
 
     def draft_token_ids(self) -> torch.Tensor | None:
         """Target ids of a reduced draft vocabulary.

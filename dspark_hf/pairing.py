@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from .configuration_dspark import DSparkConfig
+from .target_probe import probe_head
 
 
 logger = logging.get_logger("transformers.dspark_hf.pairing")
@@ -31,12 +32,14 @@ class TargetBinding:
         lm_head (`nn.Module`): The target's output embedding.
         logit_scale (`float`, *optional*, defaults to 1.0): Factor on the logits (Cohere, Granite).
         logit_softcap (`float`, *optional*): c in c * tanh(logits / c) (Gemma).
+        head_layers (`tuple[nn.Module, ...]`, *optional*): What hidden states pass before the LM head (ModernBERT).
     """
 
     embed_tokens: nn.Module
     lm_head: nn.Module
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+    head_layers: tuple[nn.Module, ...] = ()
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings as the target's layers see them.
@@ -58,9 +61,20 @@ class TargetBinding:
         Returns:
             `torch.Tensor` of shape `(..., V)`, on `hidden`'s device, in the LM head's dtype.
         """
-        weight = getattr(self.lm_head, "weight", None)
-        inputs = hidden.to(weight.dtype) if weight is not None and weight.is_floating_point() else hidden
-        return self.scale(self.lm_head(_to_module(inputs, self.lm_head)).to(hidden.device))
+        return self.scale(_through(self.lm_head, self.before_head(hidden)).to(hidden.device))
+
+    def before_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the LM head reads; most targets have nothing between.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(..., d)`): Hidden states after the final norm.
+
+        Returns:
+            `torch.Tensor` of shape `(..., d)`.
+        """
+        for layer in self.head_layers:
+            hidden = _through(layer, hidden).to(hidden.device, hidden.dtype)
+        return hidden
 
     def scale(self, logits: torch.Tensor) -> torch.Tensor:
         """Apply the target's logit scale and soft cap.
@@ -78,8 +92,14 @@ class TargetBinding:
         return logits
 
 
+def _through(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Outputs of a module of the target, in its dtype and on its device."""
+    weight = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
+    return module(_to_module(hidden if weight is None else hidden.to(weight.dtype), module))
+
+
 def _to_module(inputs: torch.Tensor, module: nn.Module) -> torch.Tensor:
-    weight = getattr(module, "weight", None)
+    weight = next(module.parameters(), None)
     if weight is None or weight.device.type == "meta":  # on meta: offloaded, and its hook moves the input
         return inputs
     return inputs.to(weight.device)
@@ -100,7 +120,8 @@ def bind(
         [`TargetBinding`]
 
     Raises:
-        NotImplementedError: If the target is no decoder-only language model.
+        NotImplementedError: If the target is no decoder-only language model with a cache that takes tokens back, or its
+            logits come from something else than its modules, a factor and a soft cap.
         ValueError: If the two do not fit; the message names the field and both values.
     """
     config.require_target_fields()
@@ -109,11 +130,6 @@ def bind(
         raise NotImplementedError(
             f"DSpark drafts need a decoder-only target, got the encoder-decoder model {name}. Use a plain assistant "
             "model."
-        )
-    if getattr(target, "_is_stateful", False):
-        raise NotImplementedError(
-            f"DSpark needs to take back rejected tokens, which the recurrent state of {name} does not allow. Use "
-            "plain generation for this target."
         )
     text_config = target.config.get_text_config(decoder=True)
     _check_fit(config, text_config, name)
@@ -129,9 +145,13 @@ def bind(
             f"{config.mask_token_id}. The draft was made for another target, or for one with added tokens."
         )
     _compare_embedding(embed_tokens, embedding_sample or {}, name)
-    return TargetBinding(
-        embed_tokens, lm_head, _logit_factor(text_config), getattr(text_config, "final_logit_softcapping", None)
-    )
+    softcap = getattr(text_config, "final_logit_softcapping", None)
+
+    def head_outputs(hidden: torch.Tensor, layers: tuple[nn.Module, ...]) -> torch.Tensor:
+        return TargetBinding(embed_tokens, lm_head, head_layers=layers).logits(hidden)
+
+    head = probe_head(target, head_outputs, softcap, expected=_logit_factor(text_config))
+    return TargetBinding(embed_tokens, lm_head, head.factor, softcap, head.layers)
 
 
 def _logit_factor(text_config: PreTrainedConfig) -> float:

@@ -20,6 +20,7 @@ from ._compat import CACHE_KEY, QuantizedLayer
 from .candidate_generator import DSparkCandidateGenerator
 from .decoding_rows import Row, Verdict
 from .drafting_steps import num_prompt_tokens
+from .target_probe import check_filled_cache
 
 
 logger = logging.get_logger("transformers.dspark_hf.single_target")
@@ -230,34 +231,6 @@ def _check_cache(target: PreTrainedModel, generation_config: GenerationConfig, m
             f"DSpark takes rejected tokens back out of the cache, which a cache of type {kind!r} does not allow. Use "
             "a dynamic cache (the default)."
         )
-
-
-def check_filled_cache(target: PreTrainedModel, cache: Any) -> None:
-    """After a prefill: refuse what does not remember tokens one by one.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        cache (`Cache`, *optional*): What its pass returned.
-
-    Raises:
-        NotImplementedError: If there is no cache, or it cannot take tokens back.
-    """
-    name = type(target).__name__
-    if cache is None:
-        raise NotImplementedError(
-            f"DSpark continues from a cache, and {name} returned none. Use plain generation for this target."
-        )
-    if getattr(cache, "is_croppable", False):
-        return
-    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in getattr(cache, "layers", ())):
-        raise NotImplementedError(
-            f"DSpark needs to take back rejected tokens, which the recurrent state in the cache of {name} does not "
-            "allow. Use plain generation for this target."
-        )
-    raise NotImplementedError(
-        f"DSpark takes rejected tokens back out of the cache, which {type(cache).__name__} of {name} does not allow. "
-        "Use plain generation for this target."
-    )
 
 
 def _check_pass(target: PreTrainedModel, outputs: Any, num_tokens: int) -> None:

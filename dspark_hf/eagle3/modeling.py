@@ -239,7 +239,11 @@ class Eagle3DraftModel(PreTrainedModel):
             `torch.Tensor` of shape `(..., D)`.
         """
         normed = self.norm(hidden_states)
-        return binding.logits(normed) if self.lm_head is None else binding.scale(self.lm_head(normed))
+        return (
+            binding.logits(normed)
+            if self.lm_head is None
+            else binding.scale(self.lm_head(binding.before_head(normed)))
+        )
 
     def draft_token_ids(self) -> torch.Tensor | None:
         """Target ids of a reduced draft vocabulary.
