@@ -11,6 +11,8 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .target_structure import full_attention_layer, full_attention_rope, longest_position, norm_epsilon
+
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -182,21 +184,21 @@ class DSparkConfig(PreTrainedConfig):
             [1, 8, 14, 20, 27]
         """
         text_config = target_config.get_text_config(decoder=True)
+        layer = full_attention_layer(text_config)
         depth = text_config.num_hidden_layers
-        heads = text_config.num_attention_heads
         fields = {
             "vocab_size": text_config.vocab_size,
             "hidden_size": text_config.hidden_size,
-            "intermediate_size": text_config.intermediate_size,
-            "num_attention_heads": heads,
-            "num_key_value_heads": getattr(text_config, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(text_config, "head_dim", None) or text_config.hidden_size // heads,
-            "max_position_embeddings": text_config.max_position_embeddings,
-            "rms_norm_eps": getattr(text_config, "rms_norm_eps", 1e-6),
-            "rope_parameters": _full_attention_rope(text_config),
-            "bos_token_id": text_config.bos_token_id,
-            "eos_token_id": text_config.eos_token_id,
-            "pad_token_id": text_config.pad_token_id,
+            "intermediate_size": layer.intermediate_size,
+            "num_attention_heads": layer.num_attention_heads,
+            "num_key_value_heads": layer.num_key_value_heads,
+            "head_dim": layer.head_dim,
+            "max_position_embeddings": longest_position(text_config) or cls.max_position_embeddings,
+            "rms_norm_eps": norm_epsilon(text_config) or cls.rms_norm_eps,
+            "rope_parameters": full_attention_rope(text_config),
+            "bos_token_id": getattr(text_config, "bos_token_id", None),
+            "eos_token_id": getattr(text_config, "eos_token_id", None),
+            "pad_token_id": getattr(text_config, "pad_token_id", None),
             "target_layer_ids": spread_layer_ids(depth, num_taps),
             "num_target_layers": depth,
             "num_hidden_layers": num_hidden_layers,
@@ -252,14 +254,6 @@ def spread_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
     if num_taps == 1:
         return [(first + last) // 2]
     return [round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps)]
-
-
-def _full_attention_rope(text_config: PreTrainedConfig) -> dict | None:
-    """The RoPE of a target's full-attention layers; some targets have one per layer type."""
-    rope = getattr(text_config, "rope_parameters", None)
-    rope = rope.get("full_attention", rope) if rope else None
-    # Sections of multimodal RoPE place image patches; a draft reads text positions.
-    return {name: value for name, value in rope.items() if name != "mrope_section"} if rope else None
 
 
 def _check_types(config: DSparkConfig) -> None:
@@ -338,6 +332,11 @@ def _check_geometry(config: DSparkConfig) -> None:
         "head_dim",
     ):
         _check_size(config, name)
+    if config.head_dim % 2:
+        raise ValueError(
+            f"`head_dim` must be even, since RoPE rotates its entries in pairs, got {config.head_dim}. Set "
+            "`head_dim`, or another number of heads."
+        )
     smallest_block = 1 if config.sample_from_anchor else 2
     if type(config.block_size) is not int or config.block_size < smallest_block:
         raise ValueError(

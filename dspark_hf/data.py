@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ._compat import CACHE_KEY, hidden_states_of
 from .prepare import encode_messages, is_conversation
+from .target_structure import backbone_of
 
 
 MIN_ANSWER_TOKENS = 2
@@ -252,7 +253,7 @@ def target_features(
     Returns:
         [`TargetFeatures`]
     """
-    outputs = target.base_model(
+    outputs = backbone_of(target)(
         input_ids=input_ids.to(target.device),
         output_hidden_states=hidden_states_of(target_layer_ids),
         use_cache=False,

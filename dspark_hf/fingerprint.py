@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from .modeling_dspark import DSparkDraftModel
 from .packed_attention import own_attention
+from .target_structure import value_over_layers
 
 
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -89,7 +90,8 @@ def setup(target: PreTrainedModel, draft: DSparkDraftModel) -> tuple:
 
 
 def _present(config: Any, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in names if getattr(config, name, None) is not None}
+    values = {name: value_over_layers(config, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _dtype(model: PreTrainedModel) -> str:

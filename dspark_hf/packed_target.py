@@ -21,6 +21,7 @@ from .candidate_generator import DSparkCandidateGenerator
 from .decoding_rows import Row, Verdict
 from .packed_attention import attention_packed, check_layers, packed_pass
 from .row_cache import RowCache
+from .target_structure import layers_of
 
 
 TEXT_INPUTS = ("attention_mask", "position_ids", "logits_to_keep", "use_cache", CACHE_KEY)
@@ -224,11 +225,10 @@ def check_memory(target: PreTrainedModel, rows: Sequence[Row]) -> None:
     Raises:
         MemoryError: With the figures.
     """
-    config = target.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = layers_of(target.config.get_text_config(decoder=True))
+    width = sum(layer.num_key_value_heads * layer.head_dim for layer in layers)  # of the keys of a token
     longest = max(row.input_ids.shape[1] for row in rows)
-    needed = 2 * config.num_hidden_layers * heads * width * target.dtype.itemsize * len(rows) * longest
+    needed = 2 * width * target.dtype.itemsize * len(rows) * longest
     available = _available_bytes(target.device)
     if available is not None and needed > available:
         raise _too_large(len(rows), longest, needed, available)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ._compat import CACHE_KEY
 from .packed_attention import attention_packed, check_layers, packed_pass
 from .row_cache import RowCache
+from .target_structure import backbone_of
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ class RowGenerator:
         config = target.config.get_text_config(decoder=True)
         check_layers(target)
         self.target, self.settings, self.eos_token_ids = target, settings, eos_token_ids
+        self.backbone = backbone_of(target)  # prompts need no logits
         self.generator = torch.Generator(device=target.device).manual_seed(settings.seed)
         self.cache = RowCache(config.num_hidden_layers, num_rows)
         self.rows: list[RowRequest | None] = [None] * num_rows
@@ -166,7 +168,7 @@ class RowGenerator:
             self.current[row], self.cache.lengths[row] = request.prompt_ids[-1], 0
         longer = [row for row in rows if len(self.rows[row].prompt_ids) > 1]
         if longer:
-            self._forward(self.target.base_model, longer, [self.rows[row].prompt_ids[:-1] for row in longer])
+            self._forward(self.backbone, longer, [self.rows[row].prompt_ids[:-1] for row in longer])
         return len(taken) == len(free)
 
     def _forward(self, module: nn.Module, rows: Sequence[int], new_ids: Sequence[Sequence[int]]) -> Any:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from .data import TrainingSequence
 from .modeling_dspark import DSparkDraftModel
+from .target_structure import decoder_of
 
 
 NUM_PROBES = 64
@@ -150,35 +151,50 @@ def start_from_target_layers(draft: DSparkDraftModel, target: PreTrainedModel) -
         NotImplementedError: If the target's layers are of another kind, where equal names mean other things (Gemma).
         ValueError: If the draft has more layers than the target.
     """
-    layers = _layers_of_the_drafts_kind(draft, target)
-    if len(draft.layers) > len(layers):
-        raise ValueError(
-            f"A draft that starts from its target's layers must not have more of them, got {len(draft.layers)} and "
-            f"{len(layers)}. Lower `draft_num_layers`, or start from random ones."
-        )
-    for layer, source in zip(draft.layers, layers[len(layers) - len(draft.layers) :], strict=True):
+    layers, norm = _layers_of_the_drafts_kind(draft, target)
+    for layer, source in zip(draft.layers, layers, strict=True):
         tensors = dict(source.named_parameters())
         for name, parameter in layer.named_parameters():
             if name in tensors and tensors[name].shape == parameter.shape:
                 parameter.copy_(tensors[name].to(parameter))
-    draft.norm.weight.copy_(target.base_model.norm.weight.to(draft.norm.weight))
+    draft.norm.weight.copy_(norm.weight.to(draft.norm.weight))
     hidden, taps = draft.config.hidden_size, len(draft.config.target_layer_ids)
     draft.fc.weight.copy_(torch.eye(hidden).repeat(1, taps).to(draft.fc.weight) / taps)
 
 
-def _layers_of_the_drafts_kind(draft: DSparkDraftModel, target: PreTrainedModel) -> torch.nn.ModuleList:
-    """The target's layers, if they norm where the draft's do, by weights that are factors."""
-    layers, norm = getattr(target.base_model, "layers", None), getattr(target.base_model, "norm", None)
-    if layers is not None and norm is not None:
-        ours = {name for name, _ in draft.layers[0].named_parameters()}
-        others = [name for name, _ in layers[-1].named_parameters() if "norm" in name and name not in ours]
-        factor = norm(torch.ones_like(norm.weight)[None])[0]
-        if not others and torch.allclose(factor, norm.weight, rtol=1e-2, atol=1e-3):
-            return layers
+def _layers_of_the_drafts_kind(
+    draft: DSparkDraftModel, target: PreTrainedModel
+) -> tuple[list[torch.nn.Module], torch.nn.Module]:
+    """As many of the target's last layers as the draft has, and its final norm, if what is copied means the same."""
+    decoder, count = decoder_of(target), len(draft.layers)
+    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    if layers is not None and count > len(layers):
+        raise ValueError(
+            f"A draft that starts from its target's layers must not have more of them, got {count} and {len(layers)}. "
+            "Lower `draft_num_layers`, or start from random ones."
+        )
+    if layers is not None and _scales_by_its_weight(norm):
+        last = list(layers)[len(layers) - count :]
+        if all(_is_of_kind(source, layer) for source, layer in zip(last, draft.layers, strict=True)):
+            return last, norm
     raise NotImplementedError(
         f"A draft starts from layers of Llama's or Qwen3's kind only, got those of {type(target).__name__}. Leave "
         "`target_layer_start` off."
     )
+
+
+def _is_of_kind(source: torch.nn.Module, layer: torch.nn.Module) -> bool:
+    """Whether a target's layer norms where the draft's does, and projects for attention under the same names."""
+    theirs, ours = ({name for name, _ in module.named_parameters()} for module in (source, layer))
+    other_norms = [name for name in theirs - ours if "norm" in name]
+    missing = [name for name in ours - theirs if "self_attn" in name and name.endswith("proj.weight")]
+    return not other_norms and not missing
+
+
+def _scales_by_its_weight(norm: torch.nn.Module | None) -> bool:
+    """Whether a norm is an RMS norm whose weights are factors."""
+    weight = getattr(norm, "weight", None)
+    return weight is not None and torch.allclose(norm(torch.ones_like(weight)[None])[0], weight, rtol=1e-2, atol=1e-3)
 
 
 def _bigrams(sequences: Sequence[TrainingSequence], position: torch.Tensor) -> torch.Tensor:

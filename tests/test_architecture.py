@@ -33,7 +33,16 @@ LAYERS = {
         "drafting_history",
         "simulation",
     },
-    1: {"_compat", "versions", "configuration_dspark", "heads", "pairing", "modeling_dspark", "checkpoints"},
+    1: {
+        "_compat",
+        "versions",
+        "target_structure",
+        "configuration_dspark",
+        "heads",
+        "pairing",
+        "modeling_dspark",
+        "checkpoints",
+    },
     2: {
         "drafting_steps",
         "processors",

@@ -300,7 +300,7 @@ def expected_config(pair: Pair) -> DSparkConfig | None:
     """
     try:
         return DSparkConfig.from_target(pair.target.config, mask_token_id=0, num_taps=1)
-    except (ValueError, AttributeError):
+    except ValueError:
         return None
 
 

@@ -6,8 +6,9 @@ import types
 
 import pytest
 import torch
+import transformers
 
-from dspark_hf import RoundRecord
+from dspark_hf import DSparkConfig, DSparkDraftModel, RoundRecord
 from dspark_hf.comparison import Generation, PromptComparison
 from dspark_hf.doctor import ADVICE, FAULT, Diagnosis, Finding, Gain, Probe
 from dspark_hf.doctor.config_checks import check_config, plain_name
@@ -518,3 +519,21 @@ def test_targets_without_a_plain_embedding_are_not_read(target, draft):
     draft.embedding_sample = {3: torch.zeros(32)}
     target.get_input_embeddings = lambda: types.SimpleNamespace(num_embeddings=97)
     assert found(pair_of(target, draft)) == {}
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gpt2", "mpt"])
+def test_targets_whose_configs_have_other_names(kind):
+    """A draft made for a target with widths per layer, or under other names, is found sound, an altered one is not."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 16}
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+    other = {"hidden_size": 32, "intermediate_size": 64, "hidden_size_per_layer_input": 0}
+    config = {
+        "gemma4": lambda: transformers.Gemma4TextConfig(vocab_size=97, **heads, **layers, **other),
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=97, n_embd=32, n_head=4, n_layer=4),
+        "mpt": lambda: transformers.MptConfig(vocab_size=97, d_model=32, n_heads=4, n_layers=4),
+    }[kind]()
+    target = transformers.AutoModelForCausalLM.from_config(config).eval()
+    made = DSparkDraftModel(DSparkConfig.from_target(config, mask_token_id=96, markov_rank=8))
+    assert not {"rope_theta", "rope_type", "rms_norm_eps"} & set(found(pair_of(target, made)))
+    made.config.rope_parameters["rope_theta"] = 12345.0
+    assert found(pair_of(target, made))["rope_theta"] == ADVICE

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import transformers
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.data import TrainingSequence
@@ -168,3 +169,44 @@ def test_layers_of_another_kind_are_refused():
 def test_more_layers_than_the_target_has():
     with pytest.raises(ValueError, match="must not have more of them, got 5 and 4. Lower `draft_num_layers`"):
         start_from_target_layers(random_draft(num_hidden_layers=5), tiny_target())
+
+
+def other_kind(name, **fields):
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = getattr(transformers, f"{name}Config")(**(sizes | {"intermediate_size": 64, "pad_token_id": 0} | fields))
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("Olmo", {}),  # norms without weights
+        ("StableLm", {}),  # norms that take the mean away
+        ("Olmo2", {}),  # norms behind attention and MLP
+        ("Phi3", {"eos_token_id": 2}),  # one projection for queries, keys and values
+        ("GPT2", {"n_embd": HIDDEN_SIZE}),  # layers of another name
+        ("GPTNeoX", {}),  # final norm of another name
+        ("OPT", {"ffn_dim": 64, "word_embed_proj_dim": HIDDEN_SIZE}),
+    ],
+)
+def test_layers_of_other_kinds_are_refused_and_nothing_changes(name, fields):
+    target, draft = other_kind(name, **fields), random_draft(intermediate_size=64)
+    before = {key: value.clone() for key, value in draft.state_dict().items()}
+    with pytest.raises(
+        NotImplementedError, match=f"Llama's or Qwen3's kind only, got those of {type(target).__name__}"
+    ):
+        start_from_target_layers(draft, target)
+    assert all(torch.equal(before[key], value) for key, value in draft.state_dict().items())
+
+
+def test_layers_of_an_image_target_are_those_of_its_language_model():
+    text = {"vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "intermediate_size": 64, "num_hidden_layers": 3}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        text_config=text | {"model_type": "llama"}, vision_config=vision | {"model_type": "clip_vision_model"}
+    )
+    target, draft = transformers.LlavaForConditionalGeneration(config), random_draft(intermediate_size=64)
+    start_from_target_layers(draft, target)
+    theirs = target.model.language_model.layers[-1].self_attn.q_proj.weight
+    assert torch.equal(draft.layers[-1].self_attn.q_proj.weight, theirs)
