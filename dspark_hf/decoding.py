@@ -81,21 +81,23 @@ def decode(
         queue, sink = take_queue(), row_sink(streamer, len(input_ids))
         factory = RowFactory(logits_processor, stopping_criteria, generation_config, input_ids.shape[1])
         if len(input_ids) == 1 and queue is None:
-            check_rounds(target)
             rows = [factory.alone(input_ids)]
+            generator = generator_for(target, assistant_model, generation_config, rows[0].processors)
             passes = SingleTarget(target, rows[0], generation_config, model_kwargs)
+            check_rounds(target, generator)
         else:
             if isinstance(assistant_model, Eagle3DraftModel):
                 check_single_row(len(input_ids), is_queued=queue is not None)
             check_batch(target, generation_config, model_kwargs)
-            check_packed_rounds(target)
             rows = factory.rows(input_ids, model_kwargs.get("attention_mask"))
             lengths = [(row.num_prompt_tokens, row.max_length) for row in rows]
             waiting = queue.prompt_lengths if queue is not None else []
             lengths += [(length, length + rows[0].num_left) for length in waiting]
             position_limits(target).check_batch(lengths)
+            generator = generator_for(target, assistant_model, generation_config, rows[0].processors)
             passes = PackedTarget(target, rows)
-        loop = _Loop(target, assistant_model, rows, passes, generation_config)
+            check_packed_rounds(target, generator)
+        loop = _Loop(target, assistant_model, rows, passes, generator)
         if queue is not None:
             loop.admit_from(queue, factory)
         with passes.session(), contextlib.closing(loop.run()) as rounds:
@@ -121,11 +123,11 @@ class _Loop:
         draft: DSparkDraftModel | Eagle3DraftModel,
         rows: Sequence[Row],
         passes: SingleTarget | PackedTarget,
-        generation_config: GenerationConfig,
+        generator: DSparkCandidateGenerator | Eagle3CandidateGenerator,
     ):
         self.target, self.passes = target, passes
         self.rows = list(rows)  # the texts that have not ended
-        self.generator = generator_for(target, draft, generation_config, rows[0].processors)
+        self.generator = generator
         self.generator.add_requests([row.processors for row in rows[1:]])
         passes.use_generator(self.generator)
         self._use_round_times(draft)

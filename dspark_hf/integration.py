@@ -135,9 +135,9 @@ def check_call(
             f"The draft has no weights: {unloaded} is on the meta device. Load it with "
             f"{type(draft).__name__}.from_pretrained."
         )
-    draft.bind_target(target)
     resolve = resolve_num_drafts if isinstance(draft, Eagle3DraftModel) else resolve_options
     resolve(draft.config, draft.generation_config, generation_config)
+    draft.bind_target(target)  # last, since it may probe the target
 
 
 def _is_ours(assistant: Any) -> bool:

@@ -120,7 +120,7 @@ def bind(
         [`TargetBinding`]
 
     Raises:
-        NotImplementedError: If the target is no decoder-only language model with a cache that takes tokens back, or its
+        NotImplementedError: If the target is no decoder-only language model, its cache takes no tokens back, or its
             logits come from something else than its modules, a factor and a soft cap.
         ValueError: If the two do not fit; the message names the field and both values.
     """

@@ -51,8 +51,8 @@ class PositionLimits:
         shortest, longest = min(first for first, _ in lengths), max(last for _, last in lengths)
         raise NotImplementedError(
             f"The rotary frequencies of this target change when a text grows beyond {self.switch} tokens, and "
-            f"the texts of a batch share them: they must all stay below or begin beyond, got lengths from {shortest} up to "
-            f"{longest}. Lower `max_new_tokens`, or generate one row at a time."
+            f"the texts of a batch share them: they must all stay below or begin beyond, got lengths from {shortest} "
+            f"up to {longest}. Lower `max_new_tokens`, or generate one row at a time."
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.generation import GenerationMode
+from transformers.generation import CandidateGenerator, GenerationMode
 
 from .decoding_rows import Row, Verdict
 from .packed_target import PackedTarget
@@ -21,12 +21,11 @@ from .target_probe import can_run, closeness_for, once, probe_ids
 
 
 class _Unread:
-    """Stands where the drafting half does: nothing is drafted, nothing is read."""
+    """Asks for what a drafting half asks for, and reads nothing of it."""
 
-    model_kwargs_overrides = {"output_hidden_states": True}
-
-    def check_hidden_states(self, hidden_states: Any) -> None:
-        pass
+    def __init__(self, generator: CandidateGenerator):
+        self.model_kwargs_overrides = generator.model_kwargs_overrides
+        self.check_hidden_states = generator.check_hidden_states
 
     def add_context(self, hidden_states: Any, num_tokens: int, model_kwargs: dict[str, Any]) -> None:
         pass
@@ -35,41 +34,46 @@ class _Unread:
         pass
 
 
-def check_rounds(target: PreTrainedModel) -> None:
+def check_rounds(target: PreTrainedModel, generator: CandidateGenerator) -> None:
     """Check that a target verifies drafts of one request as it would write them.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
+        generator (`CandidateGenerator`): The call's drafting half, which says what it reads of the target.
 
     Raises:
         NotImplementedError: If it cannot run a round, or gets other logits in one.
+        ValueError: If it does not return the hidden states that the draft reads.
     """
     if can_run(target):
-        key = ("rounds", target.dtype, target.config._attn_implementation)
-        once(target, key, lambda: _check_rounds(target))
+        key = ("rounds", target.dtype, target.config._attn_implementation, str(generator.model_kwargs_overrides))
+        once(target, key, lambda: _check_rounds(target, _Unread(generator)))
 
 
-def check_packed_rounds(target: PreTrainedModel) -> None:
+def check_packed_rounds(target: PreTrainedModel, generator: CandidateGenerator) -> None:
     """[`check_rounds`], and the same for a batch of two.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
+        generator (`CandidateGenerator`): The call's drafting half, which says what it reads of the target.
 
     Raises:
         NotImplementedError: If it cannot run a round, or gets other logits in one.
+        ValueError: If it does not return the hidden states that the draft reads.
     """
-    check_rounds(target)
+    check_rounds(target, generator)
     if can_run(target):
-        once(target, ("packed rounds", target.dtype), lambda: _check_packed_rounds(target))
+        key = ("packed rounds", target.dtype, str(generator.model_kwargs_overrides))
+        once(target, key, lambda: _check_packed_rounds(target, _Unread(generator)))
 
 
 @torch.no_grad()
-def _check_rounds(target: PreTrainedModel) -> None:
+def _check_rounds(target: PreTrainedModel, reader: _Unread) -> None:
     """Two tokens, then three of which two are taken back, then these one by one."""
     ids = probe_ids(target)
     row = _row(0, ids[:, :2])
     runner = SingleTarget(target, row, GenerationConfig(), _model_kwargs(target, ids[:, :2]))
-    runner.use_generator(_Unread())
+    runner.use_generator(reader)
     _commit(runner, [row], runner.prefill([row]), [ids[:, 2:3]])
     with runner.decoding():
         (together,) = runner.verify([ids[:, 3:]])  # [1, 3, V]
@@ -81,13 +85,13 @@ def _check_rounds(target: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def _check_packed_rounds(target: PreTrainedModel) -> None:
+def _check_packed_rounds(target: PreTrainedModel, reader: _Unread) -> None:
     """Prompts of two tokens and of one, then three tokens and two."""
     ids = probe_ids(target)
     expected = target(input_ids=ids, use_cache=False, return_dict=True).logits[0]  # [5, V]
     rows = [_row(0, ids[:, :2]), _row(1, ids[:, :1])]
     runner = PackedTarget(target, rows)
-    runner.use_generator(_Unread())
+    runner.use_generator(reader)
     with runner.session():
         _commit(runner, rows, runner.prefill(rows), [ids[:, 2:3], ids[:, 1:2]])
         first, second = runner.verify([ids[:, 3:], ids[:, 2:3]])

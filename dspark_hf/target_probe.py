@@ -49,8 +49,10 @@ class Closeness:
         logits, expected = logits.double().cpu(), expected.double().cpu()
         spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
         difference = (logits - expected).norm(dim=-1)
-        relative = torch.where(difference > 0, difference / spread, 0.0)  # NaN, of a broken target, is not accepted
-        return bool(relative.quantile(self.quantile) <= self.tolerance)
+        relative = (difference / spread).nan_to_num(nan=torch.inf)
+        # Of a constant row, or of a target that is broken in every pass alike.
+        relative[((logits == expected) | (logits.isnan() & expected.isnan())).all(dim=-1)] = 0.0
+        return bool(relative.quantile(self.quantile, interpolation="higher") <= self.tolerance)
 
 
 def closeness_for(target: PreTrainedModel) -> Closeness:

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dspark_hf import AcceptanceStats, DSparkConfig, DSparkDraftModel
 from dspark_hf._compat import CACHE_KEY
+from dspark_hf.target_probe import NUM_TOKENS
 from tests.helpers import VOCAB_SIZE, tiny_target
 
 
@@ -185,6 +186,11 @@ class ForwardCounter:
     @property
     def count(self) -> int:
         return len(self.calls)
+
+    @property
+    def num_prompts(self) -> int:
+        """Passes over more tokens than a target is probed with."""
+        return sum(call["input_ids"].shape[1] > NUM_TOKENS for call in self.calls if call.get("input_ids") is not None)
 
     def __enter__(self):
         self._handle = self._model.register_forward_pre_hook(self._record, with_kwargs=True)

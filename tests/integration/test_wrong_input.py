@@ -46,7 +46,7 @@ def refused(target, draft, error, match, *, prompt=PROMPT, num_forwards=0, num_p
     kwargs = {"do_sample": False, "max_new_tokens": 4, "streamer": spy} | kwargs
     with ForwardCounter(target) as forwards, pytest.raises(error, match=match) as caught:
         target.generate(prompt, assistant_model=draft, **kwargs)
-    assert forwards.count == num_forwards
+    assert forwards.num_prompts == num_forwards
     assert len(spy.puts) <= num_puts
     if spy.puts:
         assert spy.puts[0] == prompt.flatten().tolist()
@@ -310,7 +310,7 @@ def test_target_that_returns_no_hidden_states(draft):
     original = tiny_target()
     target = Silent(original.config).eval()
     target.generation_config = original.generation_config
-    message = refused(target, draft, ValueError, "returned no hidden states.*`output_hidden_states`", num_forwards=1)
+    message = refused(target, draft, ValueError, "returned no hidden states.*`output_hidden_states`")
     assert_readable(message)
 
 
@@ -327,7 +327,7 @@ def test_target_that_returns_too_few_hidden_states(draft):
     original = tiny_target()
     target = Partial(original.config).eval()
     target.generation_config = original.generation_config
-    message = refused(target, draft, ValueError, "hidden states", num_forwards=1)
+    message = refused(target, draft, ValueError, "hidden states")
     assert_readable(message)
 
 

@@ -12,6 +12,8 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -141,9 +143,9 @@ def test_encoder_decoder_is_refused():
 
 
 def test_recurrent_target_is_refused():
-    target = tiny_target()
-    target._is_stateful = True
-    with pytest.raises(NotImplementedError, match="the recurrent state of Qwen3ForCausalLM"):
+    sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 4, "num_heads": 8, "head_dim": 8}
+    target = Mamba2ForCausalLM(Mamba2Config(**sizes, state_size=8, n_groups=1)).eval()
+    with pytest.raises(NotImplementedError, match="the recurrent state of Mamba2ForCausalLM"):
         bind(target, tiny_config())
 
 
