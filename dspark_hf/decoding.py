@@ -84,7 +84,7 @@ def decode(
             rows = [factory.alone(input_ids)]
             generator = generator_for(target, assistant_model, generation_config, rows[0].processors)
             passes = SingleTarget(target, rows[0], generation_config, model_kwargs)
-            check_rounds(target, generator)
+            check_rounds(target, generator, rows[0].max_length)
         else:
             if isinstance(assistant_model, Eagle3DraftModel):
                 check_single_row(len(input_ids), is_queued=queue is not None)
@@ -96,7 +96,7 @@ def decode(
             position_limits(target).check_batch(lengths)
             generator = generator_for(target, assistant_model, generation_config, rows[0].processors)
             passes = PackedTarget(target, rows)
-            check_packed_rounds(target, generator)
+            check_packed_rounds(target, generator, max(length for _, length in lengths))
         loop = _Loop(target, assistant_model, rows, passes, generator)
         if queue is not None:
             loop.admit_from(queue, factory)

@@ -100,9 +100,10 @@ def check_hidden_states(
     known = hidden_states or ()
     captured = [known[i + 1] if i + 1 < len(known) else None for i in layer_ids]
     if any(states is None for states in captured):
+        returned = f"those of {len(known) - 1} layers" if known else "none"
         raise ValueError(
-            f"{target} returned no hidden states for `target_layer_ids` {list(layer_ids)}, which {kind} drafts need. "
-            "Its forward must honour `output_hidden_states`."
+            f"{target} returned no hidden states for `target_layer_ids` {list(layer_ids)}, which {kind} drafts need, "
+            f"but {returned}. Its forward must honour `output_hidden_states`, one entry for each layer of its config."
         )
     for states in captured:
         if states.ndim != 3 or states.shape[-1] != width:

@@ -256,21 +256,11 @@ def check_layers(target: PreTrainedModel) -> None:
     config = target.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     others = sorted(kinds - {"full_attention", "sliding_attention"})
-    if not others and _hides_its_window(config):
-        others = ["a window that only its masks know"]
     if others:
         raise NotImplementedError(
             f"Batches need layers with full or sliding attention, and {type(target).__name__} has {others}. Generate "
             "one row at a time."
         )
-
-
-# Models that use a window without telling their attention.
-_SILENT_WINDOWS = ("doge", "phimoe")
-
-
-def _hides_its_window(config: PreTrainedConfig) -> bool:
-    return config.model_type in _SILENT_WINDOWS and getattr(config, "sliding_window", None) is not None
 
 
 _users_lock = threading.Lock()

@@ -191,7 +191,11 @@ def check_batch(target: PreTrainedModel, generation_config: GenerationConfig, mo
     Raises:
         NotImplementedError: With what it is.
     """
-    inputs = sorted(key for key, value in model_kwargs.items() if key not in TEXT_INPUTS and value is not None)
+    inputs = sorted(
+        key
+        for key, value in model_kwargs.items()
+        if key not in TEXT_INPUTS and value is not None and not (isinstance(value, dict) and not value)
+    )
     cache = model_kwargs.get(CACHE_KEY)
     implementation = generation_config.cache_implementation
     reason = None

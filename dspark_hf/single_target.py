@@ -136,7 +136,7 @@ class SingleTarget:
         """
         (drafts,) = draft_ids
         count = drafts.shape[1]
-        kwargs = _grow(self.target, {}, dict(self.model_kwargs), count) if count else self.model_kwargs
+        kwargs = grow(self.target, {}, dict(self.model_kwargs), count) if count else self.model_kwargs
         ids = torch.cat([self.row.input_ids, drafts], dim=1)
         inputs = self.target.prepare_inputs_for_generation(
             ids, next_sequence_length=1 + count, is_first_iteration=False, **kwargs
@@ -170,7 +170,7 @@ class SingleTarget:
         # The last committed token is the next anchor: it is not in the cache yet, as after plain generation.
         if not self._is_prefill:  # also with nothing to take back: windowed layers drop what left the window
             cache.crop(num_committed - 1 - self._num_drafts)
-        self.model_kwargs = _grow(self.target, outputs, self.model_kwargs, num_committed)
+        self.model_kwargs = grow(self.target, outputs, self.model_kwargs, num_committed)
         if not self.row.finished:
             states = outputs.hidden_states
             num_tokens = num_prompt_tokens(states) if self._is_prefill else num_committed
@@ -204,8 +204,18 @@ class _Asking:
         return self._target.prepare_inputs_for_generation(*args, **kwargs) | self._overrides
 
 
-def _grow(target: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
-    """Mask, positions and token types for `num_tokens` more tokens, by the target's own rule."""
+def grow(target: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
+    """Mask, positions and token types for more tokens, by the target's own rule.
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+        outputs (`ModelOutput` or `dict`): Of its last pass; empty where there was none.
+        model_kwargs (`dict[str, Any]`): Keyword arguments of its forward.
+        num_tokens (`int`): How many more.
+
+    Returns:
+        `dict[str, Any]`
+    """
     token_types = model_kwargs.get("token_type_ids")
     model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=num_tokens)
     if token_types is not None:  # the library repeats the last n types instead of the last one n times

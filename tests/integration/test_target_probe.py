@@ -323,6 +323,74 @@ def test_a_pass_of_several_tokens_that_is_not_several_steps_is_refused(kind):
     assert_refused(changed(kind), f"in which {kind.__name__} gets other logits")
 
 
+class OneTokenOnly(Qwen3ForCausalLM):
+    """Goes on from a cache with one token only."""
+
+    def forward(self, input_ids=None, **kwargs):
+        cache = kwargs.get(CACHE_KEY)
+        if cache is not None and cache.get_seq_length() and input_ids.shape[1] > 1:
+            raise AssertionError("one token at a time, please")
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+def test_a_target_that_cannot_run_a_round_is_refused_before_the_first_token():
+    assert_refused(changed(OneTokenOnly), "OneTokenOnly does not run: AssertionError: one token at a time")
+
+
+# Windows: the check goes on behind an invented past that is longer than the window
+
+
+class WindowOnlyInTheCache(transformers.MistralForCausalLM):
+    """The cache drops what left the window, the masks hide nothing of what it keeps."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.hidden_window = config.sliding_window
+
+    def forward(self, *args, **kwargs):
+        self.config.sliding_window = None
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.config.sliding_window = self.hidden_window
+
+
+def mistral(kind: type[PreTrainedModel]) -> PreTrainedModel:
+    original = lively_target("mistral")  # a window of 8
+    target = kind(original.config).eval()
+    target.load_state_dict(original.state_dict())
+    target.generation_config = original.generation_config
+    return target
+
+
+def test_a_window_that_only_the_cache_knows_is_refused_where_texts_outgrow_it():
+    assert_refused(mistral(WindowOnlyInTheCache), "in which WindowOnlyInTheCache gets other logits")
+    target, short = mistral(WindowOnlyInTheCache), random_prompt(3)
+    plain = target.generate(short, do_sample=False, max_new_tokens=4)
+    draft = scripted_draft(target, plain)
+    assert target.generate(short, do_sample=False, max_new_tokens=4, assistant_model=draft).equal(plain)
+
+
+def test_a_window_that_all_parts_know_is_right():
+    target = mistral(transformers.MistralForCausalLM)
+    assert_same_text(target)
+    draft = random_draft()
+    batch = torch.cat([PROMPT, random_prompt(11, seed=4)])
+    text = target.generate(batch, do_sample=False, max_new_tokens=12, assistant_model=draft)
+    for row in range(2):
+        plain = target.generate(batch[row : row + 1], do_sample=False, max_new_tokens=12)
+        assert text[row].tolist() == plain[0].tolist()
+
+
+@pytest.mark.parametrize(("name", "extra"), [("Doge", {}), ("Phimoe", {"num_local_experts": 4})])
+def test_a_window_that_only_masks_know_is_refused_in_batches(name, extra):
+    target = build(f"{name}ForCausalLM", f"{name}Config", sliding_window=8, **extra)
+    assert_refused(
+        target, f"{name}ForCausalLM (gets other logits|does not run).*one row at a time", PROMPT.repeat(2, 1)
+    )
+    assert_same_text(target)
+
+
 def test_a_cache_that_takes_nothing_back_is_refused():
     target = changed(KeepsWhatWasTakenBack)
     draft = DSparkDraftModel(draft_config_for(target)).eval()
