@@ -36,6 +36,8 @@ LAYERS = {
     1: {"_compat", "versions", "configuration_dspark", "heads", "pairing", "modeling_dspark", "checkpoints"},
     2: {
         "drafting_steps",
+        "drawing",
+        "stream_end",
         "processors",
         "stopping_criteria",
         "candidate_generator",
