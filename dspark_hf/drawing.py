@@ -159,13 +159,14 @@ def warn_not_finite(draft: PreTrainedModel, what: str) -> None:
     """
     dtype = str(draft.dtype).removeprefix("torch.")
     if draft.dtype == torch.float16:
-        remedy = "float16 ends at 65504: load the draft in bfloat16 or float32"
+        remedy = "float16 ends at 65504. Load the draft in bfloat16 or float32"
     else:
         remedy = (
             "Its weights, or what it reads of the target, are damaged or beyond the range of their dtype: check the "
             "checkpoint, and load draft and target in bfloat16 or float32"
         )
     logger.warning_once(
-        f"The draft computed {what} that are not finite, in {dtype}; its drafts are not used there. The text is "
-        f"unaffected, but less is gained, or nothing. {remedy} (`from_pretrained(..., dtype=torch.bfloat16)`)."
+        f"The draft computed {what} that are not finite, in {dtype}, so its drafts end there. The target still "
+        "decides every token, so the text is unaffected; but less is gained, or nothing. "
+        f"{remedy} (`from_pretrained(..., dtype=torch.bfloat16)`)."
     )
