@@ -6,6 +6,7 @@ Each row is a text without padding, with processors and criteria of its own, so 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -133,7 +134,7 @@ class RowStreamer:
 
     def __init__(self, streamers: Sequence[Any]):
         self._streamers = list(streamers)
-        self._open: set[int] = set()
+        self._ended: set[int] = set()  # in this call
 
     def put(self, value: torch.Tensor) -> None:
         """Take the prompts, which `generate` sends before the first token.
@@ -144,9 +145,8 @@ class RowStreamer:
         Raises:
             ValueError: If there are not as many streamers as rows.
         """
-        self._open = set(range(len(self._streamers)))
+        self._ended.clear()
         if len(value) != len(self._streamers):
-            self.end()  # before any round, so nobody else would
             raise ValueError(
                 f"`RowStreamer` needs one streamer for each of {len(value)} rows, got {len(self._streamers)}."
             )
@@ -162,14 +162,16 @@ class RowStreamer:
         """
         self._streamers[row.index].put(new_ids[0])
         if row.finished:
-            self._open.discard(row.index)
+            self._ended.add(row.index)
             self._streamers[row.index].end()
 
     def end(self) -> None:
-        """End the streams that are still open."""
-        for index in sorted(self._open):
-            self._streamers[index].end()
-        self._open.clear()
+        """End the streams that are still open: each of them, also where ending another one fails."""
+        with contextlib.ExitStack() as ends:  # runs all of them, the last one first
+            for index in reversed(range(len(self._streamers))):
+                if index not in self._ended:
+                    ends.callback(self._streamers[index].end)
+            self._ended.clear()  # the next call begins with all of them
 
 
 def row_sink(streamer: Any, num_rows: int) -> Callable[[Row, torch.Tensor], None]:

@@ -8,6 +8,7 @@ processors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from transformers.generation import CandidateGenerator
 
 from ._compat import hidden_states_of
 from .draft_cache import DraftCache
+from .drafting_history import DraftingPause
 from .drafting_steps import (
     captured_states,
     check_hidden_states,
@@ -28,11 +30,11 @@ from .drafting_steps import (
     num_prompt_tokens,
     over_target_vocabulary,
 )
+from .drawing import BlockDrawer, DrawnBlocks, warn_not_finite
 from .metrics import RoundRecord
 from .modeling_dspark import DSparkDraftModel
 from .position_limits import position_limits
-from .processors import are_rowwise, mirrored
-from .sampling import argmax_token, select_token
+from .processors import mirrored
 from .scheduling import SPSCurve
 from .stopping_criteria import AdaptiveConfidenceCriteria, resolve_options, scheduler_for
 
@@ -64,6 +66,7 @@ class _Request:
     """
 
     processors: LogitsProcessorList
+    pause: DraftingPause = field(default_factory=DraftingPause)
     context: list[torch.Tensor] = field(default_factory=list)
     positions: list[torch.Tensor] = field(default_factory=list)
     anchor_position: torch.Tensor | None = None
@@ -116,7 +119,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         layers = generation_config.output_hidden_states or hidden_states_of(draft.config.target_layer_ids)
         self.model_kwargs_overrides = {"output_hidden_states": layers}
         self._requests = [_Request(mirrored(logits_processor or LogitsProcessorList()))]
-        self._rowwise = are_rowwise(self._requests[0].processors)
         self._draft_token_ids = draft.draft_token_ids()
         self._end_ids = end_token_ids(generation_config)
         self._position_limits = position_limits(target)
@@ -239,8 +241,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 Whether other texts take the places of those that end, so that none of these holds up the call.
 
         Returns:
-            `list[DraftProposal]`: empty ones where the length limit leaves no room for a draft, or where drafting
-            does not pay; the context waits then, and is caught up with in one pass.
+            `list[DraftProposal]`: empty ones where the length limit leaves no room for a draft, where drafting does
+            not pay, or where the draft's numbers are not finite again and again; the context waits then, and is
+            caught up with in one pass.
         """
         if limits is None:
             limits = [self.max_length - text.shape[1] for text in texts]
@@ -251,19 +254,47 @@ class DSparkCandidateGenerator(CandidateGenerator):
             drafts_within(self._position_limits, limit, text, request.anchor_position)
             for limit, text, request in zip(limits, texts, self._requests, strict=True)
         ]
+        pairs = zip(self._requests, limits, strict=True)
+        limits = [limit if limit and request.pause.passes() else 0 for request, limit in pairs]
         if max(limits) < 1 or (self.criterion is not None and not self.criterion.worth_drafting(tokens_left)):
             return [DraftProposal(text[:, :0], drafted=False) for text in texts]
         hidden = self._parallel_stage([text[:, -1:] for text in texts])[:, : max(limits)]  # [R, k, d]
-        token_ids, draft_logits, confidence, kept = self._sequential_stage(hidden, texts, limits)
-        lengths = self._cut(token_ids, confidence, kept, tokens_left)
+        drawn, confidence = self._sequential_stage(hidden, texts, limits)
+        rows, confidence = self._recorded(drawn, confidence)
+        lengths = self._cut(drawn, confidence, hidden.shape[1], tokens_left)
+        self._note_failures(drawn, rows, lengths, limits)
         proposals = []
         for request, (text, length) in enumerate(zip(texts, lengths, strict=True)):
             row, q = slice(request, request + 1), None
-            if draft_logits is not None:
-                q = self._over_target_vocabulary(draft_logits[row, :length]).to(text.device)
-            c = tuple(confidence[request, : kept[request]].tolist()) if confidence is not None else ()
-            proposals.append(DraftProposal(token_ids[row, :length].to(text.device), q, c, limits[request] > 0))
+            if drawn.draft_logits is not None:
+                q = self._over_target_vocabulary(drawn.draft_logits[row, :length]).to(text.device)
+            token_ids, is_drafted = drawn.token_ids[row, :length].to(text.device), limits[request] > 0
+            proposals.append(DraftProposal(token_ids, q, rows[request], is_drafted))
         return proposals
+
+    def _recorded(
+        self, drawn: DrawnBlocks, confidence: torch.Tensor | None
+    ) -> tuple[list[tuple[float, ...]], torch.Tensor | None]:
+        """Confidences of the slots that may be sent, for the record, and all of them; NaN is 0: stop here."""
+        if confidence is None:
+            return [()] * len(drawn.lengths), None
+        rows = [row[:length] for row, length in zip(confidence.tolist(), drawn.lengths, strict=True)]
+        if any(math.isnan(c) for row in rows for c in row):
+            warn_not_finite(self.draft, "confidences")
+        confidence = torch.nan_to_num(confidence, nan=0.0)
+        return [tuple(0.0 if math.isnan(c) else c for c in row) for row in rows], confidence
+
+    def _note_failures(
+        self, drawn: DrawnBlocks, rows: list[tuple[float, ...]], lengths: list[int], limits: list[int]
+    ) -> None:
+        """Let requests pause whose numbers do not even give a first draft."""
+        if any(drawn.overflowed):
+            warn_not_finite(self.draft, "logits")
+        for request, limit in enumerate(limits):
+            if limit:
+                no_logits = drawn.overflowed[request] and drawn.lengths[request] == 0
+                no_confidence = lengths[request] == 0 and rows[request][:1] == (0.0,)
+                self._requests[request].pause.observe(no_logits or no_confidence)
 
     def _parallel_stage(self, anchor_ids: Sequence[torch.Tensor]) -> torch.Tensor:
         """One forward over [anchor, mask, ...] and the context since the last; the predicting slots, [R, slots, d]."""
@@ -289,56 +320,29 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _sequential_stage(
         self, hidden: torch.Tensor, texts: Sequence[torch.Tensor], limits: list[int]
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int]]:
-        """Sample the slots left to right (Eq 4): tokens [R, k], the logits they came from, confidences [R, k].
-
-        The fourth are the limits, lower where a constraint allows nothing that is in a reduced draft vocabulary.
-        """
+    ) -> tuple[DrawnBlocks, torch.Tensor | None]:
+        """Sample the slots left to right (Eq 4); with them their confidences [R, k]."""
         head, base_logits = self.draft.markov_head, self.draft.base_logits(hidden, self.binding)
-        if head is None and not self.do_sample and not self._requests[0].processors:
-            token_ids = self._to_target_ids(argmax_token(base_logits))
-            return token_ids, None, self._confidence(hidden, None), limits
-        state = head.initial_state(hidden[:, 0]) if head is not None else None
         texts = [text.to(hidden.device) for text in texts]
-        previous = torch.cat([text[:, -1] for text in texts])
-        tokens, rows, embeddings = [], [], []
+        processors, vocab_size = [request.processors for request in self._requests], self.draft.config.vocab_size
+        drawer = BlockDrawer(texts, processors, limits, self.do_sample, vocab_size, self._draft_token_ids)
+        if head is None and not self.do_sample and not self._requests[0].processors:
+            drawer.draw_all(base_logits)
+            return drawer.finish(), self._confidence(hidden, None)
+        state = head.initial_state(hidden[:, 0]) if head is not None else None
+        previous, embeddings = torch.cat([text[:, -1] for text in texts]), []
         for slot in range(hidden.shape[1]):
             row = base_logits[:, slot]
             if head is not None:
                 embeddings.append(head.markov_w1(previous))
                 transition_bias, state = head(embeddings[-1], hidden[:, slot], state)
                 row = row + transition_bias
-            row = self._process(texts, row)
-            if not self._rowwise:
-                row, limits = _without_dead_ends(row, limits, slot)
-                if max(limits) <= slot:
-                    break
-            previous = select_token(row, self.do_sample)
-            if row.shape[-1] != self.draft.config.vocab_size:
-                previous = self._to_target_ids(previous)
-            tokens.append(previous)
-            if self.do_sample:
-                rows.append(row)
-            if not self._rowwise:
-                texts = [torch.cat([text, previous[i : i + 1, None]], dim=1) for i, text in enumerate(texts)]
-        if not tokens:
-            return previous[:, None][:, :0], None, None, limits
-        embeddings = torch.stack(embeddings[: len(tokens)], dim=1) if embeddings else None
-        confidence = self._confidence(hidden[:, : len(tokens)], embeddings)
-        return torch.stack(tokens, dim=1), torch.stack(rows, dim=1) if rows else None, confidence, limits
-
-    def _process(self, texts: Sequence[torch.Tensor], row: torch.Tensor) -> torch.Tensor:
-        """Mirrored processors on one slot's logits (R, D); over the draft vocabulary where they allow it."""
-        processors = self._requests[0].processors
-        if self.do_sample or processors:
-            row = row.float()
-        if not processors:
-            return row
-        if self._rowwise:  # the same for every request, and they do not read the text
-            return processors(texts[0], row)
-        full = self._over_target_vocabulary(row)
-        parts = zip(self._requests, texts, full.split(1), strict=True)
-        return torch.cat([request.processors(text, part) for request, text, part in parts])
+            previous = drawer.draw(row)
+            if not drawer.has_open_blocks:
+                break
+        drawn = drawer.finish()
+        embeddings = torch.stack(embeddings, dim=1) if embeddings else None
+        return drawn, self._confidence(hidden[:, : drawn.token_ids.shape[1]], embeddings)
 
     def _confidence(self, hidden: torch.Tensor, embeddings: torch.Tensor | None) -> torch.Tensor | None:
         if self.draft.confidence_head is None:
@@ -351,28 +355,29 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _cut(
         self,
-        token_ids: torch.Tensor,
+        drawn: DrawnBlocks,
         confidence: torch.Tensor | None,
-        limits: Sequence[int],
+        num_slots: int,
         tokens_left: Sequence[int] | None,
     ) -> list[int]:
         """How many drafts of each request to send."""
-        lengths = list(limits)
-        if self.criterion is not None and token_ids.shape[1]:
+        lengths = drawn.lengths
+        if self.criterion is not None and max(lengths):
             if confidence is None:
-                confidence = self.criterion.stand_in_confidence(token_ids.shape[1])
-            if min(limits) < token_ids.shape[1]:  # slots that cannot be sent must not use up the budget
-                slots = torch.arange(token_ids.shape[1], device=confidence.device)
-                confidence = confidence * (slots < torch.tensor(limits, device=confidence.device)[:, None])
+                confidence = self.criterion.stand_in_confidence(num_slots)
+            # As wide as without dead ends, which depend on the drafts before them: how many slots there are must not
+            # tell the scheduler of a slot what its draft leads to.
+            confidence = torch.nn.functional.pad(confidence, (0, num_slots - confidence.shape[1]))
+            if min(lengths) < num_slots:  # slots that cannot be sent must not use up the budget
+                slots = torch.arange(num_slots, device=confidence.device)
+                is_kept = slots < torch.tensor(lengths, device=confidence.device)[:, None]
+                confidence = confidence.masked_fill(~is_kept, 0.0)
             chosen = self.criterion.verify_lengths(confidence, tokens_left).tolist()
-            lengths = [min(pair) for pair in zip(chosen, limits, strict=True)]
+            lengths = [min(pair) for pair in zip(chosen, lengths, strict=True)]
         if self._end_ids:
-            rows = zip(token_ids.tolist(), lengths, strict=True)
+            rows = zip(drawn.token_ids.tolist(), lengths, strict=True)
             lengths = [length_to_end(ids[:length], self._end_ids) for ids, length in rows]
         return lengths
-
-    def _to_target_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids if self._draft_token_ids is None else self._draft_token_ids[ids]
 
     def _over_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
         """[`over_target_vocabulary`] of the pair."""
@@ -430,12 +435,3 @@ class DSparkCandidateGenerator(CandidateGenerator):
             scores (`torch.FloatTensor`): Not read.
             num_matches (`int`): Not read.
         """
-
-
-def _without_dead_ends(row: torch.Tensor, limits: list[int], slot: int) -> tuple[torch.Tensor, list[int]]:
-    """End the blocks of requests for which no token is left, and give their logits a form that can be drawn from."""
-    alive = torch.isfinite(row).any(dim=-1)
-    if bool(alive.all()):
-        return row, limits
-    limits = [limit if ok else min(limit, slot) for limit, ok in zip(limits, alive.tolist(), strict=True)]
-    return torch.where(alive[:, None], row, torch.zeros_like(row)), limits

@@ -34,14 +34,16 @@ from .position_limits import position_limits
 from .profiling import profile_for
 from .round_check import check_packed_rounds, check_rounds
 from .single_target import SingleTarget
+from .stream_end import end_quietly
 from .waiting_requests import WaitingRequests, take_queue
 
 
 logger = logging.get_logger("transformers.dspark_hf.decoding")
 
 HOPELESS_ROUNDS, HOPELESS_LENGTH = 16, 1.05
-# Rounds that sent drafts, and their tokens, for the warning alone: nothing that is drafted depends on other calls.
-_SENT: weakref.WeakKeyDictionary[DSparkDraftModel, tuple[int, int]] = weakref.WeakKeyDictionary()
+# Rounds that sent drafts, and their tokens, of calls of a pair that were too short to say something alone. They serve
+# the warning only: nothing that is drafted depends on other calls.
+_short_calls: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakKeyDictionary] = weakref.WeakKeyDictionary()
 
 
 def decode(
@@ -104,13 +106,12 @@ def decode(
             for row, new_ids in rounds:
                 sink(row, new_ids)
     except BaseException:
-        if streamer is not None:  # a consumer in another thread would wait for ever
-            with contextlib.suppress(Exception):
-                streamer.end()
+        if streamer is not None:  # a consumer in another thread would wait forever
+            end_quietly(streamer)
         raise
     if streamer is not None:
         streamer.end()
-    _warn_if_hopeless(assistant_model, loop.stats)
+    _warn_if_hopeless(target, assistant_model, loop.stats)
     return _as_output(input_ids, rows, generation_config, passes.cache_for_user, loop.stats)
 
 
@@ -285,15 +286,25 @@ def _as_output(
     )
 
 
-def _warn_if_hopeless(draft: DSparkDraftModel, stats: AcceptanceStats) -> None:
-    """Over all calls with a draft: one call soon stops drafting where it does not pay, and has too little to say."""
+def _warn_if_hopeless(
+    target: PreTrainedModel, draft: DSparkDraftModel | Eagle3DraftModel, stats: AcceptanceStats
+) -> None:
+    """By the rounds of this call; a call that soon stops drafting has too few, and counts together with the next."""
     sent = [record for record in stats.rounds if record.verify_length]
-    rounds, tokens = _SENT.get(draft, (0, 0))
-    rounds, tokens = rounds + len(sent), tokens + sum(record.accepted_length for record in sent)
-    _SENT[draft] = (rounds, tokens)
-    if rounds >= HOPELESS_ROUNDS and tokens < HOPELESS_LENGTH * rounds:
-        logger.warning_once(
-            "The DSpark draft is almost never accepted; the text is right, but nothing is gained. Likely causes: a "
-            "draft made for another target or another chat template or thinking mode, or a checkpoint whose layer "
-            "ids or slot convention were written differently. `dspark-hf doctor` looks for the reason."
+    calls, rounds, tokens = 1, len(sent), sum(record.accepted_length for record in sent)
+    pairs = _short_calls.setdefault(target, weakref.WeakKeyDictionary())
+    if rounds < HOPELESS_ROUNDS:
+        earlier = pairs.pop(draft, (0, 0, 0))
+        calls, rounds, tokens = (own + more for own, more in zip((calls, rounds, tokens), earlier, strict=True))
+        if rounds < HOPELESS_ROUNDS:
+            pairs[draft] = (calls, rounds, tokens)
+            return
+    if tokens < HOPELESS_LENGTH * rounds:
+        where = "this call" if calls == 1 else f"the last {calls} calls"
+        logger.warning(
+            f"The draft is almost never accepted: {rounds} rounds of {where} sent drafts and brought "
+            f"{tokens / rounds:.2f} tokens each, where plain generation brings 1. The target still decides every "
+            "token, but nothing is gained. Likely causes: a draft made for another target or another chat template or "
+            "thinking mode, or a checkpoint whose layer ids or slot convention were written differently. "
+            "`dspark-hf doctor` looks for the reason."
         )

@@ -211,6 +211,40 @@ class DraftingGate:
         return kept_pace * tokens > (1 - self.TOLERANCE / math.sqrt(num_requests)) * steps
 
 
+class DraftingPause:
+    """Rounds in which a request does not draft, because its first slot was of no use twice in a row.
+
+    Numbers that are not finite rarely get better: those of the context stay in the draft's cache. One token alone may
+    be the cause, so the first failure costs nothing; then the pauses double for as long as it goes on.
+    """
+
+    FIRST_PAUSE = 8
+
+    def __init__(self) -> None:
+        self._failures = self._rounds_left = 0
+
+    def passes(self) -> bool:
+        """Whether the request may draft in the next round; asked once per round.
+
+        Returns:
+            `bool`
+        """
+        if self._rounds_left == 0:
+            return True
+        self._rounds_left -= 1
+        return False
+
+    def observe(self, failed: bool) -> None:
+        """Learn from a round that drafted.
+
+        Args:
+            failed (`bool`): Whether not even the first slot could be used.
+        """
+        self._failures = self._failures + 1 if failed else 0
+        if self._failures > 1:
+            self._rounds_left = self.FIRST_PAUSE << (self._failures - 2)
+
+
 def best_fixed_length(outlook: RoundOutlook, num_requests: int = 1) -> tuple[float, float]:
     """Tokens and seconds of a round, at the fixed number of drafts that is fastest by the past.
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam into transformers: `generate(assistant_model=draft)` reaches our loop, everything else stays as it was.
 
-Three methods of `GenerationMixin` are wrapped. Each wrapper looks at the type of the assistant and hands every call
+Four methods of `GenerationMixin` are wrapped. Each wrapper looks at the type of the assistant and hands every call
 without a DSpark draft to the original, untouched.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from .eagle3 import Eagle3Config, Eagle3DraftModel
 from .eagle3.candidate_generator import resolve_num_drafts
 from .modeling_dspark import DSparkDraftModel
 from .stopping_criteria import resolve_options
+from .stream_end import claim, ended_on_failure
 
 
 logger = logging.get_logger("transformers.dspark_hf.integration")
@@ -144,6 +146,23 @@ def _is_ours(assistant: Any) -> bool:
     return isinstance(assistant, (DSparkDraftModel, Eagle3DraftModel)) and is_enabled()
 
 
+def _wrap_generate(original: Callable) -> Callable:
+    names = list(inspect.signature(original).parameters)
+    places = {name: names.index(name) - 1 for name in ("assistant_model", "streamer")}  # `self` is not among `args`
+
+    def generate(self, *args, **kwargs):
+        def given(name: str) -> Any:
+            return kwargs.get(name, args[places[name]] if places[name] < len(args) else None)
+
+        if not _is_ours(given("assistant_model")):
+            return original(self, *args, **kwargs)
+        # A refusal, or any other error before the loop has the streamer: its consumer must not wait forever.
+        with ended_on_failure(given("streamer")):
+            return original(self, *args, **kwargs)
+
+    return generate
+
+
 def _wrap_validation(original: Callable) -> Callable:
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         draft = generation_mode_kwargs.get("assistant_model")
@@ -163,6 +182,7 @@ def _wrap_loop(original: Callable) -> Callable:
     def _assisted_decoding(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         if not _is_ours(kwargs.get("assistant_model")):
             return original(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+        claim(kwargs.get("streamer"))  # the loop ends it now
         for name in ("synced_gpus", "inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)  # of use to other assistants only
         return decode(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
@@ -181,6 +201,7 @@ def _wrap_generator(original: Callable) -> Callable:
 
 
 _WRAPPERS = {
+    "generate": _wrap_generate,
     "_validate_generation_mode": _wrap_validation,
     "_assisted_decoding": _wrap_loop,
     "_get_candidate_generator": _wrap_generator,

@@ -68,6 +68,29 @@ def select_token(logits: torch.Tensor, do_sample: bool) -> torch.Tensor:
     return torch.multinomial(logits_to_probs(logits), num_samples=1).squeeze(-1)
 
 
+def draw_token(logits: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`select_token`] for drafts, whose logits may be no distribution: says so instead of raising.
+
+    A target's tokens are drawn by [`select_token`], which fails as plain generation does.
+
+    Args:
+        logits (`torch.Tensor` of shape `(R, V)`): Processed logits, fp32 when sampling.
+        do_sample (`bool`): Multinomial draw, or argmax.
+
+    Returns:
+        `tuple`: tokens `(R,)`, any valid ones where nothing can be drawn, and a `torch.BoolTensor` `(R,)`: whether
+        the row was a distribution, that is without NaN and +inf and with at least one number.
+    """
+    if not do_sample:
+        best = logits.max(dim=-1)  # NaN and inf win
+        return best.indices, torch.isfinite(best.values)
+    probs = logits_to_probs(logits)
+    is_distribution = torch.isfinite(probs[:, 0])  # one NaN or inf, or nothing but -inf, makes all of them NaN
+    # What `torch.multinomial` does for one draw, without its check, which kills the process on an accelerator.
+    race = torch.empty_like(probs).exponential_()
+    return torch.div(probs, race, out=race).argmax(dim=-1), is_distribution
+
+
 def accept_drafts(
     draft_ids: torch.Tensor, target_logits: torch.Tensor, draft_logits: torch.Tensor | None, do_sample: bool
 ) -> torch.Tensor:

@@ -45,6 +45,8 @@ LAYERS = {
     },
     2: {
         "drafting_steps",
+        "drawing",
+        "stream_end",
         "processors",
         "stopping_criteria",
         "candidate_generator",

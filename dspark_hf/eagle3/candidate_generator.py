@@ -17,6 +17,7 @@ from transformers.generation import CandidateGenerator
 
 from .._compat import hidden_states_of
 from ..candidate_generator import DraftProposal
+from ..drafting_history import DraftingPause
 from ..drafting_steps import (
     captured_states,
     check_hidden_states,
@@ -28,10 +29,10 @@ from ..drafting_steps import (
     num_prompt_tokens,
     over_target_vocabulary,
 )
+from ..drawing import BlockDrawer, DrawnBlocks, warn_not_finite
 from ..metrics import RoundRecord
 from ..position_limits import position_limits
-from ..processors import are_rowwise, mirrored
-from ..sampling import select_token
+from ..processors import mirrored
 from ..scheduling import SPSCurve
 from .configuration import Eagle3Config
 from .modeling import Eagle3DraftModel
@@ -143,7 +144,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         layers = generation_config.output_hidden_states or hidden_states_of(draft.config.target_layer_ids)
         self.model_kwargs_overrides = {"output_hidden_states": layers}
         self._processors = mirrored(logits_processor or LogitsProcessorList())
-        self._rowwise = are_rowwise(self._processors)
+        self._pause = DraftingPause()
         self._draft_token_ids = draft.draft_token_ids()
         self._end_ids = end_token_ids(generation_config)
         self._position_limits = position_limits(target)
@@ -239,23 +240,28 @@ class Eagle3CandidateGenerator(CandidateGenerator):
             others_wait (`bool`, *optional*): Not read: there is no batch.
 
         Returns:
-            `list[DraftProposal]` of length 1, empty where the length limit leaves no room for a draft; the context
-            waits then.
+            `list[DraftProposal]` of length 1, empty where the length limit leaves no room for a draft, or where the
+            draft's numbers are not finite again and again; the context waits then.
         """
         (input_ids,) = texts
         room = limits[0] if limits is not None else self.max_length - input_ids.shape[1]
         # The target adds one token itself, so a draft in the last free place could never be kept.
         limit = drafts_within(self._position_limits, min(self.num_drafts, room - 1), input_ids, self._anchor_position)
-        if limit < 1:
+        if limit < 1 or not self._pause.passes():
             return [DraftProposal(input_ids[:, :0], drafted=False)]
         hidden, position = self._read_context(input_ids)
         committed = self._cache.get_seq_length()
-        token_ids, draft_logits = self._draft_chain(input_ids, hidden, position, limit)
+        drawn = self._draft_chain(input_ids, hidden, position, limit)
         self._cache.crop(committed - self._cache.get_seq_length())  # what was drafted gets the target's states
-        length = length_to_end(token_ids[0].tolist(), self._end_ids)
-        if draft_logits is not None:
-            draft_logits = self._over_target_vocabulary(draft_logits[:, :length]).to(input_ids.device)
-        return [DraftProposal(token_ids[:, :length].to(input_ids.device), draft_logits)]
+        self._pause.observe(failed=drawn.overflowed[0] and drawn.lengths[0] == 0)
+        if drawn.overflowed[0]:
+            warn_not_finite(self.draft, "logits")
+        length = length_to_end(drawn.token_ids[0, : drawn.lengths[0]].tolist(), self._end_ids)
+        draft_logits = None
+        if drawn.draft_logits is not None:
+            ids, vocab_size = self._draft_token_ids, self.draft.config.vocab_size
+            draft_logits = over_target_vocabulary(drawn.draft_logits[:, :length], ids, vocab_size).to(input_ids.device)
+        return [DraftProposal(drawn.token_ids[:, :length].to(input_ids.device), draft_logits)]
 
     def _read_context(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass over all context since the last; the newest output and its position, [1, 1, d] and [1, 1]."""
@@ -278,39 +284,16 @@ class Eagle3CandidateGenerator(CandidateGenerator):
 
     def _draft_chain(
         self, input_ids: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, limit: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draw up to `limit` tokens, each from the output of the step before; tokens [1, k] and their logits."""
-        text = input_ids.to(hidden.device)
-        tokens, rows = [], []
+    ) -> DrawnBlocks:
+        """Draw up to `limit` tokens, each from the output of the step before."""
+        text, vocab_size = input_ids.to(hidden.device), self.draft.config.vocab_size
+        drawer = BlockDrawer([text], [self._processors], [limit], self.do_sample, vocab_size, self._draft_token_ids)
         for slot in range(limit):
-            row = self._process(text, self.draft.draft_logits(hidden[:, -1], self.binding))
-            if not self._rowwise and not torch.isfinite(row).any():
-                break  # a constraint allows nothing that is in a reduced draft vocabulary
-            token = select_token(row, self.do_sample)
-            if self._draft_token_ids is not None and row.shape[-1] == self._draft_token_ids.shape[0]:
-                token = self._draft_token_ids[token]
-            tokens.append(token)
-            if self.do_sample:
-                rows.append(row)
-            if not self._rowwise:
-                text = torch.cat([text, token[:, None]], dim=1)
-            if slot + 1 < limit:
-                hidden = self._step(token[:, None], hidden, position + slot + 1)
-        if not tokens:
-            return input_ids[:, :0], None
-        return torch.stack(tokens, dim=1), torch.stack(rows, dim=1) if rows else None
-
-    def _process(self, text: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-        """Mirrored processors on one slot's logits; over the draft vocabulary where they allow it."""
-        if self.do_sample or self._processors:
-            row = row.float()
-        if not self._processors:
-            return row
-        return self._processors(text, row if self._rowwise else self._over_target_vocabulary(row))
-
-    def _over_target_vocabulary(self, logits: torch.Tensor) -> torch.Tensor:
-        """[`over_target_vocabulary`] of the pair."""
-        return over_target_vocabulary(logits, self._draft_token_ids, self.draft.config.vocab_size)
+            token_id = drawer.draw(self.draft.draft_logits(hidden[:, -1], self.binding))
+            if slot + 1 == limit or not drawer.has_open_blocks:
+                break
+            hidden = self._step(token_id[:, None], hidden, position + slot + 1)
+        return drawer.finish()
 
     def get_candidates(
         self,

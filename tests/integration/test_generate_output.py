@@ -277,15 +277,20 @@ def test_nothing_is_printed(target, prompt, draft, capfd):
     assert messages == []
 
 
-def test_a_draft_that_is_never_accepted_warns_once_with_the_causes(target, prompt, plain):
+def test_a_draft_that_is_never_accepted_warns_with_the_causes_and_the_figures_of_the_call(target, prompt, plain):
     draft = scripted_draft(target, plain, spoil=1)
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
     with captured_log() as messages:
         text = generate(target, prompt, draft)
-        generate(target, prompt, draft, max_new_tokens=NUM_NEW + 7)  # other numbers, the same news
+        generate(target, prompt, draft, max_new_tokens=NUM_NEW + 7)
     assert torch.equal(text, plain)
-    assert len(messages) == 1
-    for cause in ("almost never accepted", "another target", "template", "layer ids"):
-        assert cause in messages[0]
+    # The prefill and the last round send no drafts.
+    assert [message.split(":")[1].split(",")[0] for message in messages] == [
+        f" {count - 2} rounds of this call sent drafts and brought 1.00 tokens each"
+        for count in (NUM_NEW, NUM_NEW + 7)
+    ]
+    for part in ("almost never accepted", "another target", "template", "layer ids", "still decides every token"):
+        assert part in messages[0]
 
 
 def test_a_short_text_or_a_fair_draft_does_not_warn(target, prompt, plain, draft):

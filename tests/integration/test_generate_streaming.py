@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streamers get the text of plain generation, in blocks, and are always told that it ended."""
 
+import contextlib
 import threading
 
 import pytest
 import torch
 from transformers import DynamicCache, TextIteratorStreamer, TextStreamer
 
-from tests.helpers import random_prompt
+from dspark_hf import RowStreamer
+from dspark_hf.stream_end import ended_on_failure
+from tests.helpers import random_draft, random_prompt
 from tests.integration.support import (
     ForwardCounter,
     StreamerSpy,
@@ -163,6 +166,114 @@ def test_a_streamer_that_fails_is_not_hidden(target, prompt, draft):
     with pytest.raises(BrokenPipeError, match="consumer is gone"):
         generate(target, prompt, draft, streamer=spy)
     assert spy.num_ends == 1
+
+
+REFUSALS = {
+    "a wrong knob": {"num_assistant_tokens": 99},
+    "beam search": {"num_beams": 2},
+    "no cache": {"use_cache": False},
+    "an unknown argument": {"no_such_argument": 1},
+    "a wrong config": {"temperature": -1.0, "do_sample": True},
+    "a prompt that is too long": {"max_length": 5, "max_new_tokens": None},
+    "an unknown cache": {"cache_implementation": "no_such_cache"},
+    "a mask of three dimensions": {"attention_mask": torch.ones(1, 1, 11)},
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_iterator_ends_when_the_call_is_refused(target, tokenizer, prompt, draft, name):
+    text, errors = run_in_thread(target, tokenizer, prompt, draft, **REFUSALS[name])
+    assert (text, len(errors)) == ("", 1)
+    spy = StreamerSpy()
+    with pytest.raises(type(errors[0])):
+        generate(target, prompt, draft, streamer=spy, **REFUSALS[name])
+    assert spy.num_ends == 1
+
+
+def test_a_draft_of_another_target_ends_the_stream(target, prompt):
+    spy = StreamerSpy()
+    with pytest.raises(ValueError, match="same `hidden_size`"):
+        generate(target, prompt, random_draft(hidden_size=64), streamer=spy)
+    assert spy.num_ends == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"guidance_scale": 2.0}])
+def test_rows_of_a_refused_batch_end_once(target, prompt, options):
+    """Before the prompts are streamed, after it, and where nothing is refused."""
+    spies = [StreamerSpy(), StreamerSpy()]
+    streamer = RowStreamer(spies)
+    for uses in (1, 2):
+        with contextlib.nullcontext() if not options else pytest.raises((ValueError, NotImplementedError)):
+            generate(target, prompt.expand(2, -1), random_draft(), streamer=streamer, **options)
+        assert [spy.num_ends for spy in spies] == [uses, uses]
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_row_whose_end_fails_does_not_keep_the_others_waiting(target, prompt, position):
+    class Broken(StreamerSpy):
+        def end(self):
+            super().end()
+            raise BrokenPipeError("consumer is gone")
+
+    spies = [StreamerSpy(), StreamerSpy()]
+    spies[position] = Broken()
+    with pytest.raises(ValueError, match="generation mode"):
+        generate(target, prompt.expand(2, -1), random_draft(), streamer=RowStreamer(spies), num_beams=2)
+    assert [spy.num_ends for spy in spies] == [1, 1]
+    with pytest.raises(BrokenPipeError):
+        generate(target, prompt.expand(2, -1), random_draft(), streamer=RowStreamer(spies))
+    assert [spy.num_ends for spy in spies] == [2, 2]
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"stopping_criteria": [lambda *_, **__: 1 / 0]}, {}])
+def test_an_end_that_fails_hides_no_error_and_is_not_repeated(target, prompt, draft, options):
+    class Broken(StreamerSpy):
+        def end(self):
+            super().end()
+            raise BrokenPipeError("consumer is gone")
+
+    spy = Broken()
+    expected = (ValueError, ZeroDivisionError) if options else BrokenPipeError
+    with pytest.raises(expected):
+        generate(target, prompt, draft, streamer=spy, **options)
+    assert spy.num_ends == 1
+
+
+def test_a_keyboard_interrupt_ends_the_stream(target, prompt, draft, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(target), "_prepare_cache_for_generation", interrupted)
+    spy = StreamerSpy()
+    with pytest.raises(KeyboardInterrupt):
+        generate(target, prompt, draft, streamer=spy)
+    assert spy.num_ends == 1
+
+
+def test_positional_arguments_are_seen(target, prompt, draft):
+    """`assistant_model` and `streamer` are the seventh and the eighth."""
+    spy = StreamerSpy()
+    with pytest.raises(ValueError, match="num_assistant_tokens"):
+        target.generate(prompt, None, None, None, None, None, draft, spy, num_assistant_tokens=99)
+    assert spy.num_ends == 1
+
+
+def test_a_recipe_that_generates_ends_the_stream_once(target, prompt, draft):
+    """A call within the call, with the same streamer: as custom recipes from the Hub make them."""
+    spy = StreamerSpy()
+    with pytest.raises(ValueError, match="num_assistant_tokens"), ended_on_failure(spy):
+        generate(target, prompt, draft, streamer=spy, num_assistant_tokens=99)
+    assert spy.num_ends == 1
+    with ended_on_failure(spy):
+        generate(target, prompt, draft, streamer=spy)
+    assert spy.num_ends == 2
+
+
+def test_plain_calls_are_left_alone(target, prompt):
+    spy = StreamerSpy()
+    with pytest.raises(ValueError, match="no_such_argument"):
+        generate(target, prompt, streamer=spy, no_such_argument=1)
+    assert spy.num_ends == 0, "as in transformers"
 
 
 def test_streamer_and_statistics_of_a_sampled_call(target, tokenizer, prompt, draft):

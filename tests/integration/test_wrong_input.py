@@ -50,6 +50,8 @@ def refused(target, draft, error, match, *, prompt=PROMPT, num_forwards=0, num_p
     assert len(spy.puts) <= num_puts
     if spy.puts:
         assert spy.puts[0] == prompt.flatten().tolist()
+    is_ours = isinstance(draft, dspark_hf.DSparkDraftModel)  # other calls are transformers' own
+    assert spy.num_ends == (1 if is_ours else 0), "a consumer would wait"
     return str(caught.value)
 
 

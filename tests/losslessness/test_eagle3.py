@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.generation import GenerationMixin
 
-import dspark_hf.eagle3.candidate_generator as candidate_generator
+import dspark_hf.drawing as drawing
 from dspark_hf import DraftProposal, collect_rounds, integration
 from dspark_hf.eagle3 import Eagle3CandidateGenerator
 from tests.eagle3_support import oracle_eagle3, random_eagle3, uncached_chain
@@ -256,13 +256,13 @@ PROCESSORS = {
 @torch.no_grad()
 def test_logits_are_the_ones_sampled_from(monkeypatch, draft_vocab_size, processors):
     target, draft = tiny_target(), random_eagle3(draft_vocab_size=draft_vocab_size)
-    drawn, select_token = [], candidate_generator.select_token
+    drawn, draw_token = [], drawing.draw_token
 
     def spy(logits, do_sample):
         drawn.append(logits.clone())
-        return select_token(logits, do_sample)
+        return draw_token(logits, do_sample)
 
-    monkeypatch.setattr(candidate_generator, "select_token", spy)
+    monkeypatch.setattr(drawing, "draw_token", spy)
     ids, text = draft.draft_token_ids(), random_prompt(12)
 
     def spread(rows):

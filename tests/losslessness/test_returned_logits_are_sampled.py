@@ -19,7 +19,7 @@ from transformers.generation import (
     TopKLogitsWarper,
 )
 
-import dspark_hf.candidate_generator as candidate_generator
+import dspark_hf.drawing as drawing
 from dspark_hf import DSparkCandidateGenerator, collect_rounds, integration
 from tests.helpers import oracle_draft, random_draft, random_prompt, spread_confidence, tiny_target, uncached_block
 from tests.losslessness.distributions import VOCAB_SIZE, sampling_pair, transition_p_value
@@ -64,14 +64,14 @@ def candidates(target, generator, text):
 
 def sampled_rows(monkeypatch):
     """Records what is drawn from, as (logits, tokens)."""
-    drawn, select_token = [], candidate_generator.select_token
+    drawn, draw_token = [], drawing.draw_token
 
     def spy(logits, do_sample):
-        tokens = select_token(logits, do_sample)
+        tokens, usable = draw_token(logits, do_sample)
         drawn.append((logits.clone(), tokens))
-        return tokens
+        return tokens, usable
 
-    monkeypatch.setattr(candidate_generator, "select_token", spy)
+    monkeypatch.setattr(drawing, "draw_token", spy)
     return drawn
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from dspark_hf import DraftProposal, DSparkCandidateGenerator, RoundRecord
 from dspark_hf.scheduling import LookaheadScheduler, SearchScheduler, SPSCurve, ThresholdScheduler
@@ -232,3 +232,34 @@ def test_draft_cache_holds_all_but_the_anchor_after_each_round(monkeypatch):
     target.generate(random_prompt(7), do_sample=False, max_new_tokens=20, assistant_model=draft)
     assert len(lengths) > 3
     assert all(cached == text - 1 for cached, text in lengths)
+
+
+@torch.no_grad()
+def test_a_dead_end_does_not_change_what_the_scheduler_sees_of_the_slots_before_it():
+    """Whether a draft leads to a dead end depends on the draft; sending it must not."""
+    target = tiny_target()
+    draft = oracle_draft(target)
+    text, seen = random_prompt(9), []
+    for spoiled in (False, True):
+        generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
+        generator.criterion = SimpleNamespace(
+            worth_drafting=lambda _: True,
+            verify_lengths=lambda confidence, _: (seen.append(confidence), torch.tensor([confidence.shape[1]]))[1],
+        )
+        ends = LogitsProcessorList([_DeadEnd(length=11 if spoiled else 99)])
+        generator._requests[0].processors = ends  # reads the text, as a grammar does
+        generator.add_context(hidden_states(target, text[:, :-1]), 8, {})
+        proposal = generator.propose([text])[0]
+        assert proposal.token_ids.shape[1] == len(proposal.confidence) == (2 if spoiled else 4)
+    whole, cut = seen
+    assert whole.shape == cut.shape == (1, 4)
+    assert torch.equal(cut[:, :2], whole[:, :2])
+    assert cut[0, 2:].tolist() == [0.0, 0.0]
+
+
+class _DeadEnd(LogitsProcessor):
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores):
+        return torch.full_like(scores, float("-inf")) if input_ids.shape[1] == self.length else scores

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dspark_hf import RoundRecord
-from dspark_hf.drafting_history import AcceptanceHistory, DraftingGate, RoundTimes, best_fixed_length
+from dspark_hf.drafting_history import AcceptanceHistory, DraftingGate, DraftingPause, RoundTimes, best_fixed_length
 from dspark_hf.scheduling import RoundOutlook, SPSCurve
 
 
@@ -283,3 +283,25 @@ def test_times_of_a_batch_are_those_of_its_pass():
     assert times.curve.verify(6) == pytest.approx(4.0, rel=0.02)
     assert times.curve.for_requests(3).draft_s == pytest.approx(1.0, rel=0.1)
     assert times.curve.draft_s == pytest.approx(0.6, rel=0.1)  # as the prior has it: 0.3 of 0.5
+
+
+def test_a_pause_begins_with_the_second_failure_and_doubles():
+    pause, asked = DraftingPause(), []
+    for _ in range(60):
+        asked.append(pause.passes())
+        if asked[-1]:
+            pause.observe(failed=True)
+    assert [number for number, passes in enumerate(asked) if passes] == [0, 1, 10, 27]  # pauses of 8, 16, 32
+
+
+def test_a_pause_ends_for_good_with_a_draft_that_can_be_used():
+    pause = DraftingPause()
+    for failed in (True, False, True, False, True):
+        assert pause.passes()
+        pause.observe(failed)
+    assert pause.passes()
+    pause.observe(failed=True)
+    assert [pause.passes() for _ in range(9)] == [False] * 8 + [True]
+    pause.observe(failed=False)
+    pause.observe(failed=True)
+    assert pause.passes(), "the first failure after a success is one"

@@ -13,7 +13,7 @@ from dspark_hf import integration
 from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target
 
 
-METHODS = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")
+METHODS = ("generate", "_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")
 
 
 def methods():

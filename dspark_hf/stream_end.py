@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A streamer is told that the text has ended, once, also where the call fails before the decoding loop has it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class _Duty:
+    """The streamer of the call that runs, and whether it still has to be ended if the call fails."""
+
+    streamer: Any
+    is_open: bool = True
+
+
+_duty: contextvars.ContextVar[_Duty | None] = contextvars.ContextVar("streamer_to_end", default=None)
+
+
+@contextlib.contextmanager
+def ended_on_failure(streamer: Any) -> Iterator[None]:
+    """End a streamer when the block fails, unless the decoding loop has claimed it; the block's error comes through.
+
+    Args:
+        streamer (`BaseStreamer`, *optional*): The call's.
+    """
+    outer = _duty.get()
+    if streamer is None or (outer is not None and outer.streamer is streamer):  # a recipe's call within the call
+        yield
+        return
+    duty = _Duty(streamer)
+    token = _duty.set(duty)
+    try:
+        yield
+    except BaseException:
+        if duty.is_open:
+            end_quietly(streamer)
+        raise
+    finally:
+        _duty.reset(token)
+
+
+def claim(streamer: Any) -> None:
+    """Take over the duty of ending the streamer of the call.
+
+    Args:
+        streamer (`BaseStreamer`, *optional*): The call's.
+    """
+    duty = _duty.get()
+    if duty is not None and duty.streamer is streamer:
+        duty.is_open = False
+
+
+def end_quietly(streamer: Any) -> None:
+    """End a streamer beside an error that is on its way, which an error of the streamer must not hide.
+
+    Args:
+        streamer (`BaseStreamer`): The call's.
+    """
+    with contextlib.suppress(Exception):
+        streamer.end()
