@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from .decoding_rows import Row
+from .decoding_rows import Request
 from .row_rules import own_rule
 
 
-class RowFactory:
-    """Makes the rows of a call.
+class RequestFactory:
+    """Makes the requests of a call.
 
     Args:
         processors (`LogitsProcessorList`): As `generate` prepared them for the batch.
@@ -40,26 +40,26 @@ class RowFactory:
         self._processors, self._criteria = processors, stopping_criteria
         self._config, self._padded_length = generation_config, padded_length
 
-    def alone(self, input_ids: torch.Tensor) -> Row:
-        """The one row of a call, padding and all, with the call's own processors.
+    def only(self, input_ids: torch.Tensor) -> Request:
+        """The only request of a call, padding and all, with the call's own processors.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(1, s)`): Prompt.
 
         Returns:
-            [`Row`]
+            [`Request`]
         """
-        return Row(0, input_ids, self._processors, self._criteria, self._config.max_length, self._config)
+        return Request(0, input_ids, self._processors, self._criteria, self._config.max_length, self._config)
 
-    def row(self, index: int, prompt: torch.Tensor) -> Row:
-        """One of several rows.
+    def one(self, index: int, prompt: torch.Tensor) -> Request:
+        """One of several requests.
 
         Args:
             index (`int`): Its number.
             prompt (`torch.LongTensor` of shape `(1, s)`): Prompt without padding.
 
         Returns:
-            [`Row`]
+            [`Request`]
         """
         if prompt.shape[1] == 0:
             raise ValueError(
@@ -69,32 +69,32 @@ class RowFactory:
         shift = self._padded_length - prompt.shape[1]
         processors = LogitsProcessorList(own_rule(processor, prompt, shift, index) for processor in self._processors)
         criteria = StoppingCriteriaList(own_rule(criterion, prompt, shift, index) for criterion in self._criteria)
-        return Row(index, prompt, processors, criteria, self._config.max_length - shift, self._config)
+        return Request(index, prompt, processors, criteria, self._config.max_length - shift, self._config)
 
-    def rows(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Row]:
-        """The rows of a batch.
+    def all(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[Request]:
+        """The requests of a batch.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(R, s)`): Padded prompts.
             attention_mask (`torch.Tensor` of shape `(R, s)`, *optional*): 0 where there is padding.
 
         Returns:
-            `list[Row]`
+            `list[Request]`
 
         Raises:
             ValueError: If a row holds no token.
         """
         kept = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         kept = kept[:, -input_ids.shape[1] :].to(input_ids.device).bool()
-        return [self.row(index, input_ids[index][kept[index]][None]) for index in range(len(input_ids))]
+        return [self.one(index, input_ids[index][kept[index]][None]) for index in range(len(input_ids))]
 
 
-def joined_sequences(input_ids: torch.Tensor, rows: Sequence[Row], pad_token_id: int) -> torch.Tensor:
+def joined_sequences(input_ids: torch.Tensor, rows: Sequence[Request], pad_token_id: int) -> torch.Tensor:
     """The texts as one tensor, with the prompts padded as they came and the answers padded on the right.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(R, s)`): Padded prompts.
-        rows (`Sequence[Row]` of length R): The texts.
+        rows (`Sequence[Request]` of length R): The texts.
         pad_token_id (`int`): Padding.
 
     Returns:
@@ -153,11 +153,11 @@ class RowStreamer:
         for streamer, row in zip(self._streamers, value, strict=True):
             streamer.put(row[None])
 
-    def put_row(self, row: Row, new_ids: torch.Tensor) -> None:
+    def put_row(self, row: Request, new_ids: torch.Tensor) -> None:
         """Take new tokens of a row.
 
         Args:
-            row (`Row`): The row.
+            row (`Request`): The request.
             new_ids (`torch.LongTensor` of shape `(1, n)`): New tokens.
         """
         self._streamers[row.index].put(new_ids[0])
@@ -174,7 +174,7 @@ class RowStreamer:
             self._ended.clear()  # the next call begins with all of them
 
 
-def row_sink(streamer: Any, num_rows: int) -> Callable[[Row, torch.Tensor], None]:
+def row_sink(streamer: Any, num_rows: int) -> Callable[[Request, torch.Tensor], None]:
     """Where the tokens of a round go.
 
     Args:

@@ -10,27 +10,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from .decoding_rows import Row
 from .modeling_dspark import DSparkDraftModel
-from .waiting_requests import WaitingRequests, waiting
-
-
-class _TokenCalls:
-    """A streamer that hands the tokens of each text to a function."""
-
-    def __init__(self, on_tokens: Callable[[int, torch.Tensor], None] | None):
-        self._on_tokens = on_tokens
-
-    def put(self, value: torch.Tensor) -> None:
-        """The prompts; nobody waits for them."""
-
-    def put_row(self, row: Row, new_ids: torch.Tensor) -> None:
-        """See [`RowStreamer.put_row`]."""
-        if self._on_tokens is not None:
-            self._on_tokens(row.index, new_ids[0])
-
-    def end(self) -> None:
-        """Nothing to close."""
+from .waiting_requests import QueueStreamer, WaitingRequests
 
 
 def generate_many(
@@ -100,15 +81,14 @@ def generate_many(
 
     first, rest = rows[:max_batch], rows[max_batch:]
     input_ids, attention_mask = _left_padded(first)
-    with waiting(WaitingRequests(rest, len(first), max_batch, finish)):
-        target.generate(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            assistant_model=draft,
-            generation_config=generation_config,
-            streamer=_TokenCalls(on_tokens),
-            **generate_arguments,
-        )
+    target.generate(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        assistant_model=draft,
+        generation_config=generation_config,
+        streamer=QueueStreamer(WaitingRequests(rest, len(first), max_batch, finish), on_tokens),
+        **generate_arguments,
+    )
     return answers
 
 

@@ -19,11 +19,12 @@ from transformers.generation import CandidateGenerator
 
 from ._compat import hidden_states_of
 from .draft_cache import DraftCache
+from .drafter import CommittedContext, DraftProposal
 from .drafting_history import DraftingPause
 from .drafting_steps import (
     captured_states,
     check_hidden_states,
-    context_positions,
+    context_of_one,
     drafts_within,
     end_token_ids,
     length_to_end,
@@ -37,24 +38,6 @@ from .position_limits import position_limits
 from .processors import mirrored
 from .scheduling import SPSCurve
 from .stopping_criteria import AdaptiveConfidenceCriteria, resolve_options, scheduler_for
-
-
-@dataclass(frozen=True)
-class DraftProposal:
-    """What a round sends to verification for one request.
-
-    Args:
-        token_ids (`torch.LongTensor` of shape `(1, k)`): Drafts, k >= 0, on the device of the text.
-        draft_logits (`torch.Tensor` of shape `(1, k, V)`, *optional*):
-            Exactly the logits the drafts were sampled from, fp32; `None` when greedy.
-        confidence (`tuple[float, ...]`): c of every slot drafted, cut ones included; empty without a confidence head.
-        drafted (`bool`): Whether a block was drafted; `False` where drafting does not pay or no draft could be kept.
-    """
-
-    token_ids: torch.Tensor
-    draft_logits: torch.Tensor | None = None
-    confidence: tuple[float, ...] = ()
-    drafted: bool = True
 
 
 @dataclass
@@ -123,7 +106,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self._end_ids = end_token_ids(generation_config)
         self._position_limits = position_limits(target)
         self._cache = DraftCache(draft.config.num_hidden_layers)
-        self._saw_prompt = False
 
     def _build_criterion(self) -> AdaptiveConfidenceCriteria | None:
         scheduler = scheduler_for(self.options, self.do_sample)
@@ -166,45 +148,35 @@ class DSparkCandidateGenerator(CandidateGenerator):
             hidden_states, config.target_layer_ids, config.hidden_size, self._target_name, kind="DSpark"
         )
 
+    def read(self, context: CommittedContext) -> None:
+        """Take in the target's hidden states of the tokens just committed, the new anchors excluded.
+
+        Args:
+            context (`CommittedContext`): Of the last pass of the target.
+        """
+        draft, num_tokens = self.draft, max(span.rows.stop for span in context.spans)
+        layer_ids = draft.config.target_layer_ids
+        captured = captured_states(context.hidden_states, layer_ids, num_tokens, draft.device, draft.dtype)
+        for span in context.spans:
+            states, positions = captured[:, span.rows], span.positions.to(draft.device)
+            if span.keep is not None:
+                keep = span.keep.to(draft.device)
+                states, positions = states[:, keep], torch.cat([positions[:, :-1][:, keep], positions[:, -1:]], dim=1)
+            self._requests[span.request].add(states, positions)
+
     def add_context(
         self, hidden_states: tuple[torch.Tensor, ...], num_tokens: int, model_kwargs: dict[str, Any]
     ) -> None:
-        """Take in the target's hidden states of the tokens just committed, the new anchor excluded.
+        """[`read`] after a pass over one request, as the stock loop and tools run it.
 
         Args:
             hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; each `(1, >= num_tokens, d)`.
             num_tokens (`int`): Leading rows to take: the whole prompt at first, then `num_accepted + 1`.
             model_kwargs (`dict[str, Any]`): The loop's, grown to the anchor: `position_ids`, `attention_mask`.
         """
-        context = self._captured(hidden_states, num_tokens)
-        num_before = self._cache.lengths[0] + self._requests[0].num_waiting
-        positions = context_positions(model_kwargs, num_tokens, num_before, self.draft.device)
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and not self._saw_prompt and mask.ndim == 2:  # a left-padded prompt
-            keep = mask[0, -num_tokens - 1 : -1].bool().to(context.device)
-            context, positions = context[:, keep], torch.cat([positions[:, :-1][:, keep], positions[:, -1:]], dim=1)
-        self._saw_prompt = True
-        self._requests[0].add(context, positions)
-
-    def _captured(self, hidden_states: tuple[torch.Tensor, ...], num_tokens: int) -> torch.Tensor:
-        """The layers that the draft reads, side by side, [1, num_tokens, m * d]."""
-        layer_ids, draft = self.draft.config.target_layer_ids, self.draft
-        return captured_states(hidden_states, layer_ids, num_tokens, draft.device, draft.dtype)
-
-    def add_packed_context(
-        self, hidden_states: tuple[torch.Tensor, ...], spans: Sequence[tuple[int, int, int]], starts: Sequence[int]
-    ) -> None:
-        """[`add_context`] of several requests, whose tokens lie one after the other.
-
-        Args:
-            hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; each `(1, tokens, d)`.
-            spans (`Sequence[tuple[int, int, int]]`): Requests, and where their tokens to take begin and end.
-            starts (`Sequence[int]`): Position of each span's first token in its text.
-        """
-        packed = self._captured(hidden_states, max(end for _, _, end in spans))
-        for (request, first, end), start in zip(spans, starts, strict=True):
-            positions = torch.arange(start, start + end - first + 1, device=packed.device)[None]
-            self._requests[request].add(packed[:, first:end], positions)
+        request = self._requests[0]
+        num_before, is_prompt = self._cache.lengths[0] + request.num_waiting, request.anchor_position is None
+        self.read(context_of_one(hidden_states, num_tokens, model_kwargs, num_before, is_prompt))
 
     def add_requests(self, processors: Sequence[LogitsProcessorList]) -> None:
         """Let more requests join, behind the present ones.
@@ -417,11 +389,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
             return input_ids, None
         hidden_states = model_outputs.hidden_states
         self.check_hidden_states(hidden_states)
-        num_tokens = int(n_last_matches) + 1
-        if not self._saw_prompt:
-            num_tokens = num_prompt_tokens(hidden_states)
+        is_prompt = self._requests[0].anchor_position is None
+        num_tokens = num_prompt_tokens(hidden_states) if is_prompt else int(n_last_matches) + 1
         self.add_context(hidden_states, num_tokens, model_kwargs)
-        proposal = self.propose([input_ids])[0]
+        (proposal,) = self.propose([input_ids])
         logits = proposal.draft_logits if proposal.token_ids.shape[1] else None
         return torch.cat([input_ids, proposal.token_ids], dim=1), logits
 

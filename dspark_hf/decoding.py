@@ -1,11 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoding loop: draft, verify, accept, commit, round after round, for one request or many.
+"""The decoding loop: round after round, for one request or many.
 
-It takes the place of transformers' assisted loop for DSpark drafts. What that loop leaves to block ends happens token
-by token here (stop strings, custom criteria), a reused chat cache is continued, not filled twice, and each row of a
-batch advances at its own pace: a round verifies the drafts of all of them in one pass of the target.
+One round, top to bottom (`_Loop._round`):
 
-Legend: R requests, s text, k drafts, V vocabulary. p is the target's distribution, q the draft's.
+    drafter.propose   the draft writes a block after each text, and cuts it where going on does not pay
+    runner.forward    one pass of the target over every anchor and its drafts
+    request.judge     the one rule that accepts drafts; the text ends where plain generation would end it
+    runner.commit     caches take back what was rejected; what is left is context for the draft
+    request.append    the text grows
+    drafter.read      the draft takes in the context
+    drafter.observe   ... and learns from the round; the round is recorded
+
+It takes the place of transformers' assisted loop. What that loop leaves to block ends happens token by token here
+(stop strings, custom criteria), a reused chat cache is continued, not filled twice, and every request of a batch
+advances at its own pace: a round verifies the drafts of all of them in one pass.
+
+Legend: R requests, s text, k drafts, n new tokens, V vocabulary. p is the target's distribution, q the draft's.
 """
 
 from __future__ import annotations
@@ -13,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,21 +31,22 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.utils import logging
 
 from ._compat import CACHE_KEY
-from .batch_rows import RowFactory, joined_entries, joined_sequences, row_sink
-from .candidate_generator import DraftProposal, DSparkCandidateGenerator
-from .decoding_rows import Row, Verdict
+from .batch_rows import RequestFactory, joined_entries, joined_sequences, row_sink
+from .candidate_generator import DSparkCandidateGenerator
+from .decoding_rows import Request, TargetPass, Verdict
+from .drafter import Drafter, DraftProposal
 from .eagle3 import Eagle3CandidateGenerator, Eagle3DraftModel
 from .eagle3.candidate_generator import check_single_row
 from .metrics import AcceptanceStats, RoundRecord, active_collectors
 from .modeling_dspark import DSparkDraftModel
 from .outputs import DSparkGenerateOutput
-from .packed_target import PackedTarget, check_batch
+from .packed_target import PackedRunner, check_batch
 from .position_limits import position_limits
 from .profiling import profile_for
 from .round_check import check_packed_rounds, check_rounds
-from .single_target import SingleTarget
+from .single_target import SingleRunner
 from .stream_end import end_quietly
-from .waiting_requests import WaitingRequests, take_queue
+from .waiting_requests import WaitingRequests, queue_of
 
 
 logger = logging.get_logger("transformers.dspark_hf.decoding")
@@ -76,35 +87,23 @@ def decode(
         ended sooner are padded on the right, as in plain generation.
 
     Raises:
-        NotImplementedError: If a batch needs what only one row at a time can have.
+        NotImplementedError: If a batch needs what only one row at a time can have, or the target cannot run a round.
         ValueError: If the cache cannot take tokens back, or a row has no token.
     """
     try:
-        queue, sink = take_queue(), row_sink(streamer, len(input_ids))
-        factory = RowFactory(logits_processor, stopping_criteria, generation_config, input_ids.shape[1])
-        if len(input_ids) == 1 and queue is None:
-            rows = [factory.alone(input_ids)]
-            generator = generator_for(target, assistant_model, generation_config, rows[0].processors)
-            passes = SingleTarget(target, rows[0], generation_config, model_kwargs)
-            check_rounds(target, generator, rows[0].max_length)
-        else:
-            if isinstance(assistant_model, Eagle3DraftModel):
-                check_single_row(len(input_ids), is_queued=queue is not None)
-            check_batch(target, generation_config, model_kwargs)
-            rows = factory.rows(input_ids, model_kwargs.get("attention_mask"))
-            lengths = [(row.num_prompt_tokens, row.max_length) for row in rows]
-            waiting = queue.prompt_lengths if queue is not None else []
-            lengths += [(length, length + rows[0].num_left) for length in waiting]
-            position_limits(target).check_batch(lengths)
-            generator = generator_for(target, assistant_model, generation_config, rows[0].processors)
-            passes = PackedTarget(target, rows)
-            check_packed_rounds(target, generator, max(length for _, length in lengths))
-        loop = _Loop(target, assistant_model, rows, passes, generator)
-        if queue is not None:
-            loop.admit_from(queue, factory)
-        with passes.session(), contextlib.closing(loop.run()) as rounds:
-            for row, new_ids in rounds:
-                sink(row, new_ids)
+        sink = row_sink(streamer, len(input_ids))
+        factory = RequestFactory(logits_processor, stopping_criteria, generation_config, input_ids.shape[1])
+        queue = queue_of(streamer)
+        prepare = _one_request if len(input_ids) == 1 and queue is None else _batch
+        requests, drafter, runner = prepare(
+            target, assistant_model, input_ids, factory, generation_config, model_kwargs, queue
+        )
+        loop = _Loop(requests, drafter, runner, queue, factory)
+        if drafter.needs_curve:
+            loop.use_round_times(lambda remaining: profile_for(target, assistant_model, remaining, len(requests)))
+        with runner.running(), contextlib.closing(loop.run()) as rounds:
+            for request, new_ids in rounds:
+                sink(request, new_ids)
     except BaseException:
         if streamer is not None:  # a consumer in another thread would wait forever
             end_quietly(streamer)
@@ -112,118 +111,153 @@ def decode(
     if streamer is not None:
         streamer.end()
     _warn_if_hopeless(target, assistant_model, loop.stats)
-    return _as_output(input_ids, rows, generation_config, passes.cache_for_user, loop.stats)
+    return _as_output(input_ids, requests, generation_config, runner.cache_for_user, loop.stats)
+
+
+def _one_request(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel | Eagle3DraftModel,
+    input_ids: torch.Tensor,
+    factory: RequestFactory,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    queue: None,  # noqa: ARG001
+) -> tuple[list[Request], Drafter, SingleRunner]:
+    """One request with everything that plain generation offers: any cache, any input."""
+    request = factory.only(input_ids)
+    drafter = generator_for(target, draft, generation_config, request.processors)
+    runner = SingleRunner(target, request, generation_config, model_kwargs, drafter.model_kwargs_overrides)
+    check_rounds(target, drafter, request.max_length)
+    return [request], drafter, runner
+
+
+def _batch(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel | Eagle3DraftModel,
+    input_ids: torch.Tensor,
+    factory: RequestFactory,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    queue: WaitingRequests | None,
+) -> tuple[list[Request], Drafter, PackedRunner]:
+    """Requests that share their passes, and others that wait for their places."""
+    if isinstance(draft, Eagle3DraftModel):
+        check_single_row(len(input_ids), is_queued=queue is not None)
+    check_batch(target, generation_config, model_kwargs)
+    requests = factory.all(input_ids, model_kwargs.get("attention_mask"))
+    lengths = [(request.num_prompt_tokens, request.max_length) for request in requests]
+    waiting = queue.prompt_lengths if queue is not None else []
+    lengths += [(length, length + requests[0].num_left) for length in waiting]
+    position_limits(target).check_batch(lengths)
+    drafter = generator_for(target, draft, generation_config, requests[0].processors)
+    drafter.add_requests([request.processors for request in requests[1:]])
+    runner = PackedRunner(target, requests, drafter.model_kwargs_overrides)
+    check_packed_rounds(target, drafter, max(longest for _, longest in lengths))
+    return requests, drafter, runner
 
 
 class _Loop:
-    """State of one call."""
+    """The rounds of one call."""
 
     def __init__(
         self,
-        target: PreTrainedModel,
-        draft: DSparkDraftModel | Eagle3DraftModel,
-        rows: Sequence[Row],
-        passes: SingleTarget | PackedTarget,
-        generator: DSparkCandidateGenerator | Eagle3CandidateGenerator,
+        requests: Sequence[Request],
+        drafter: Drafter,
+        runner: SingleRunner | PackedRunner,
+        queue: WaitingRequests | None,
+        factory: RequestFactory,
     ):
-        self.target, self.passes = target, passes
-        self.rows = list(rows)  # the texts that have not ended
-        self.generator = generator
-        self.generator.add_requests([row.processors for row in rows[1:]])
-        passes.use_generator(self.generator)
-        self._use_round_times(draft)
+        self.requests = list(requests)  # those that have not ended
+        self.drafter, self.runner, self.queue, self.factory = drafter, runner, queue, factory
         self.stats = AcceptanceStats()
         self.collectors = (self.stats, *active_collectors())
-        self.queue: WaitingRequests | None = None
 
-    def admit_from(self, queue: WaitingRequests, factory: RowFactory) -> None:
-        """Give the place of a text that ends to one that waits."""
-        self.queue, self.factory = queue, factory
-
-    def _use_round_times(self, draft: DSparkDraftModel) -> None:
+    def use_round_times(self, profile_of: Callable[[int], Any]) -> None:
         """Schedule by the round times of this machine, where they are known or worth measuring."""
-        if self.generator.needs_curve:
-            remaining = max(row.num_left for row in self.rows)
-            profile = profile_for(self.target, draft, remaining, len(self.rows))
-            if profile is not None:
-                self.generator.use_curve(profile.curve(max(row.input_ids.shape[1] for row in self.rows)))
+        profile = profile_of(max(request.num_left for request in self.requests))
+        if profile is not None:
+            self.drafter.use_curve(profile.curve(max(request.input_ids.shape[1] for request in self.requests)))
 
-    def run(self) -> Iterator[tuple[Row, torch.Tensor]]:
-        """Yield the new tokens of rows, `(1, n)`, the prefill's one token first."""
-        yield from self._prefill(self.rows)
+    def run(self) -> Iterator[tuple[Request, torch.Tensor]]:
+        """Yield requests with their new tokens, [1, n], the prefill's one token first."""
+        yield from self._prefill(self.requests)
         self._retire()
         yield from self._admit()
-        with self.passes.decoding():
-            while self.rows:
-                with self.passes.no_drafts_left_behind():
+        with self.runner.decoding():
+            while self.requests:
+                with self.runner.rollback_on_error():
                     new_ids = self._round()
                 yield from new_ids
                 self._retire()
                 yield from self._admit()
 
-    def _prefill(self, rows: Sequence[Row]) -> list[tuple[Row, torch.Tensor]]:
-        """The target over the prompts of new rows."""
-        logits = self.passes.prefill(rows)
-        nothing = [DraftProposal(row.input_ids[:, :0]) for row in rows]
-        return self._commit(rows, self._verify(rows, logits, nothing))
+    def _prefill(self, requests: Sequence[Request]) -> list[tuple[Request, torch.Tensor]]:
+        """The target over the prompts of new requests."""
+        target_pass = self.runner.prefill(requests)
+        self.drafter.check_hidden_states(target_pass.hidden_states)
+        nothing = [DraftProposal(request.input_ids[:, :0]) for request in requests]
+        verdicts = _judge(requests, target_pass, nothing)
+        return self._commit(requests, target_pass, verdicts)
 
-    def _round(self) -> list[tuple[Row, torch.Tensor]]:
-        """One decoding round: every row drafts, one pass of the target verifies, every row commits."""
-        rows, start = self.rows, time.perf_counter()
-        anchor_ids = [int(row.input_ids[0, -1]) for row in rows]
-        others_wait = self.queue is not None and len(self.queue) > 0
-        proposals = self.generator.propose(
-            [row.input_ids for row in rows], [row.num_left for row in rows], others_wait
-        )
+    def _round(self) -> list[tuple[Request, torch.Tensor]]:
+        """One decoding round: every request drafts, one pass of the target verifies, every text grows."""
+        requests, start = self.requests, time.perf_counter()
+        anchor_ids = [int(request.input_ids[0, -1]) for request in requests]
+        texts, limits = [request.input_ids for request in requests], [request.num_left for request in requests]
+        proposals = self.drafter.propose(texts, limits, others_wait=self.queue is not None and len(self.queue) > 0)
         drafted = time.perf_counter()
-        logits = self.passes.verify([proposal.token_ids for proposal in proposals])
+        target_pass = self.runner.forward(proposals)
         verified = time.perf_counter()
-        verdicts = self._verify(rows, logits, proposals)
-        new_ids = self._commit(rows, verdicts)
+        verdicts = _judge(requests, target_pass, proposals)
+        new_ids = self._commit(requests, target_pass, verdicts)
         seconds = (drafted - start, verified - drafted, time.perf_counter() - start)
-        parts = zip(rows, anchor_ids, proposals, verdicts, strict=True)
-        self._learn([_record(*part, [s / len(rows) for s in seconds]) for part in parts])
+        parts = zip(requests, anchor_ids, proposals, verdicts, strict=True)
+        self._learn([_record(*part, [s / len(requests) for s in seconds]) for part in parts])
         return new_ids
 
-    def _verify(
-        self, rows: Sequence[Row], logits: Sequence[torch.Tensor], proposals: Sequence[DraftProposal]
-    ) -> list[Verdict]:
-        """Accept drafts, and end texts where plain generation would."""
-        return [row.verify(own, proposal) for row, own, proposal in zip(rows, logits, proposals, strict=True)]
-
-    def _commit(self, rows: Sequence[Row], verdicts: Sequence[Verdict]) -> list[tuple[Row, torch.Tensor]]:
-        """Bring texts, caches and the draft's context up to date."""
-        self.passes.commit(verdicts)
-        for row, verdict in zip(rows, verdicts, strict=True):
-            row.commit(verdict)
-        return [(row, verdict.new_ids) for row, verdict in zip(rows, verdicts, strict=True)]
+    def _commit(
+        self, requests: Sequence[Request], target_pass: TargetPass, verdicts: Sequence[Verdict]
+    ) -> list[tuple[Request, torch.Tensor]]:
+        """Bring caches, texts and the draft's context up to date."""
+        context = self.runner.commit(target_pass, verdicts)
+        for request, verdict in zip(requests, verdicts, strict=True):
+            request.append(verdict)
+        if context.spans:
+            self.drafter.read(context)
+        return [(request, verdict.new_ids) for request, verdict in zip(requests, verdicts, strict=True)]
 
     def _learn(self, records: Sequence[RoundRecord]) -> None:
-        """What the round taught, to the generator and to those who count."""
-        self.generator.observe(records)
+        """What the round taught, to the drafter and to those who count."""
+        self.drafter.observe(records)
         for record in records:
             for collector in self.collectors:
                 collector.add(record)
 
     def _retire(self) -> None:
-        """Rows that ended stop costing."""
-        if not any(row.finished for row in self.rows):
+        """Requests that ended stop costing."""
+        if not any(request.finished for request in self.requests):
             return
         if self.queue is not None:
-            self.queue.hand_in([row for row in self.rows if row.finished])
-        kept = [i for i, row in enumerate(self.rows) if not row.finished]
-        self.rows = [self.rows[i] for i in kept]
-        self.passes.keep(kept)
-        self.generator.keep_requests(kept)
+            self.queue.hand_in([request for request in self.requests if request.finished])
+        kept = [i for i, request in enumerate(self.requests) if not request.finished]
+        self.requests = [self.requests[i] for i in kept]
+        self.runner.keep(kept)
+        self.drafter.keep_requests(kept)
 
-    def _admit(self) -> Iterator[tuple[Row, torch.Tensor]]:
+    def _admit(self) -> Iterator[tuple[Request, torch.Tensor]]:
         """Prefill waiting prompts into the places that became free; their first token may be their last."""
-        while self.queue is not None and (waiting := self.queue.take(len(self.rows))):
-            rows = [self.factory.row(index, prompt) for index, prompt in waiting]
-            self.rows += rows
-            self.generator.add_requests([row.processors for row in rows])
-            yield from self._prefill(rows)
+        while self.queue is not None and (waiting := self.queue.take(len(self.requests))):
+            requests = [self.factory.one(index, prompt) for index, prompt in waiting]
+            self.requests += requests
+            self.drafter.add_requests([request.processors for request in requests])
+            yield from self._prefill(requests)
             self._retire()
+
+
+def _judge(requests: Sequence[Request], target_pass: TargetPass, proposals: Sequence[DraftProposal]) -> list[Verdict]:
+    """Accept drafts, and end texts where plain generation would."""
+    parts = zip(requests, target_pass.logits, proposals, strict=True)
+    return [request.judge(logits, proposal) for request, logits, proposal in parts]
 
 
 def generator_for(
@@ -248,9 +282,9 @@ def generator_for(
 
 
 def _record(
-    row: Row, anchor_id: int, proposal: DraftProposal, verdict: Verdict, seconds: Sequence[float]
+    request: Request, anchor_id: int, proposal: DraftProposal, verdict: Verdict, seconds: Sequence[float]
 ) -> RoundRecord:
-    """The round of one row, with its share of the seconds."""
+    """The round of one request, with its share of the seconds."""
     draft_s, verify_s, round_s = seconds
     return RoundRecord(
         anchor_id=anchor_id,
@@ -263,24 +297,24 @@ def _record(
         verify_s=verify_s,
         round_s=round_s,
         drafted=proposal.drafted,
-        request=row.index,
+        request=request.index,
     )
 
 
 def _as_output(
-    input_ids: torch.Tensor, rows: Sequence[Row], config: GenerationConfig, cache: Any, stats: AcceptanceStats
+    input_ids: torch.Tensor, requests: Sequence[Request], config: GenerationConfig, cache: Any, stats: AcceptanceStats
 ) -> DSparkGenerateOutput | torch.LongTensor:
     """What `generate` returns."""
     pad_token = getattr(config, "_pad_token_tensor", None)
-    sequences = joined_sequences(input_ids, rows, int(pad_token) if pad_token is not None else 0)
+    sequences = joined_sequences(input_ids, requests, int(pad_token) if pad_token is not None else 0)
     if not config.return_dict_in_generate:
         return sequences
     return DSparkGenerateOutput(
         sequences=sequences,
-        scores=joined_entries([row.log.scores for row in rows]),
-        logits=joined_entries([row.log.logits for row in rows]),
-        attentions=rows[0].log.attentions,
-        hidden_states=rows[0].log.hidden_states,
+        scores=joined_entries([request.log.scores for request in requests]),
+        logits=joined_entries([request.log.logits for request in requests]),
+        attentions=requests[0].log.attentions,
+        hidden_states=requests[0].log.hidden_states,
         acceptance_stats=stats,
         **{CACHE_KEY: cache},
     )

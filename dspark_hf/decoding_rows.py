@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One text that is being generated: its tokens, its processors and criteria, and the verdict on its drafts.
+"""One request: its text, its processors and criteria, and the verdict on its drafts.
 
 Legend: s text, k drafts, n new tokens, V vocabulary.
 """
@@ -7,14 +7,35 @@ Legend: s text, k drafts, n new tokens, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from .candidate_generator import DraftProposal
+from .drafter import DraftProposal
 from .outputs import OutputLog
+from .packed_attention import PackedPass
 from .processors import are_rowwise
 from .sampling import accept_drafts, select_bonus, verify_block
+
+
+@dataclass(frozen=True)
+class TargetPass:
+    """What one pass of the target gave.
+
+    Args:
+        logits (`list[torch.Tensor]`): Per request of the pass, `(1, 1 + k, V)`; `(1, 1, V)` after a prompt.
+        hidden_states (`tuple[torch.Tensor]`): By layer, each `(1, N, d)`, of the tokens of the pass.
+        outputs (`ModelOutput`): All of it.
+        starts_over (`bool`): Whether the pass is over a whole text, as the first one is.
+        packed (`PackedPass`, *optional*): Where the tokens of each request of a batch lie.
+    """
+
+    logits: list[torch.Tensor]
+    hidden_states: tuple[torch.Tensor | None, ...]
+    outputs: Any
+    starts_over: bool
+    packed: PackedPass | None = None
 
 
 @dataclass(frozen=True)
@@ -36,8 +57,8 @@ class Verdict:
     bonus_token: int | None
 
 
-class Row:
-    """A text of a call.
+class Request:
+    """A text that is being generated.
 
     Args:
         index (`int`): Its row in the output.
@@ -73,16 +94,16 @@ class Row:
         """`torch.LongTensor` of shape `(n,)`: The answer so far."""
         return self.input_ids[0, self.num_prompt_tokens :]
 
-    def commit(self, verdict: Verdict) -> None:
+    def append(self, verdict: Verdict) -> None:
         """Append what a verification adds.
 
         Args:
-            verdict (`Verdict`): Of [`verify`].
+            verdict (`Verdict`): Of [`judge`].
         """
         self.log.add(verdict.raw_logits, verdict.scores, verdict.new_ids.shape[1])
         self.input_ids = torch.cat([self.input_ids, verdict.new_ids], dim=1)
 
-    def verify(self, logits: torch.Tensor, proposal: DraftProposal) -> Verdict:
+    def judge(self, logits: torch.Tensor, proposal: DraftProposal) -> Verdict:
         """Judge the drafts, and end the text where plain generation would (`finished`).
 
         Args:
@@ -98,7 +119,7 @@ class Row:
         else:
             scores = logits  # greedy, nothing asked for: the argmax needs no copy
         if self.processors and not are_rowwise(self.processors):
-            return self._verify_stepwise(logits, scores, proposal)
+            return self._judge_stepwise(logits, scores, proposal)
         if self.processors:
             scores = self.processors(self.input_ids, scores[0])[None]
         result = verify_block(proposal.token_ids, scores, proposal.draft_logits, self.do_sample)
@@ -110,7 +131,7 @@ class Row:
                 break
         return Verdict(new_ids, scores, logits, num_accepted, int(result.bonus_token))
 
-    def _verify_stepwise(self, raw: torch.Tensor, logits: torch.Tensor, proposal: DraftProposal) -> Verdict:
+    def _judge_stepwise(self, raw: torch.Tensor, logits: torch.Tensor, proposal: DraftProposal) -> Verdict:
         """As plain generation runs processors and criteria: in turn, once per token, on its own prefix, no further."""
         draft_ids, draft_logits = proposal.token_ids, proposal.draft_logits
         new_ids, rows, accepted = draft_ids[:, :0], [], True

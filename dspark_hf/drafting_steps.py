@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from ._compat import LIBRARY_DEFAULTS
+from .drafter import CommittedContext, ContextSpan
 from .position_limits import PositionLimits
 
 
@@ -135,26 +136,33 @@ def captured_states(
     return torch.cat([hidden_states[i + 1][:, :num_tokens].to(device, dtype) for i in layer_ids], dim=-1)
 
 
-def context_positions(
-    model_kwargs: dict[str, Any], num_tokens: int, num_before: int, device: torch.device
-) -> torch.Tensor:
-    """Positions of context tokens and of the anchor after them.
+def context_of_one(
+    hidden_states: tuple[torch.Tensor, ...],
+    num_tokens: int,
+    model_kwargs: dict[str, Any],
+    num_before: int,
+    is_prompt: bool,
+) -> CommittedContext:
+    """The committed tokens of a pass over one request.
 
     Args:
-        model_kwargs (`dict[str, Any]`): The loop's keyword arguments for the target, grown to the anchor.
-        num_tokens (`int`): c.
-        num_before (`int`): Context tokens before them, where the target has no positions: only differences matter.
-        device (`torch.device`): Of the draft.
+        hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; each `(1, >= num_tokens, d)`.
+        num_tokens (`int`): Leading rows that were committed: c.
+        model_kwargs (`dict[str, Any]`): Keyword arguments of the target's forward, grown to the anchor.
+        num_before (`int`): Tokens before them, where the target has no positions: only differences matter.
+        is_prompt (`bool`): Whether they are the prompt, which may be padded on the left.
 
     Returns:
-        `torch.LongTensor` of shape `(1, c + 1)`.
+        [`CommittedContext`]
     """
-    position_ids = model_kwargs.get("position_ids")
+    position_ids, mask, keep = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask"), None
     if position_ids is None:
-        return torch.arange(num_before, num_before + num_tokens + 1, device=device)[None]
-    if position_ids.ndim == 3:  # text positions come first, then the rows of multimodal RoPE
-        position_ids = position_ids[0]
-    return position_ids[:1, -num_tokens - 1 :].to(device)
+        positions = torch.arange(num_before, num_before + num_tokens + 1)[None]
+    else:  # of three dimensions, text positions come first, then the rows of multimodal RoPE
+        positions = (position_ids[0] if position_ids.ndim == 3 else position_ids)[:1, -num_tokens - 1 :]
+    if is_prompt and mask is not None and mask.ndim == 2:
+        keep = mask[0, -num_tokens - 1 : -1].bool()
+    return CommittedContext(hidden_states, (ContextSpan(0, slice(0, num_tokens), positions, keep),))
 
 
 def num_prompt_tokens(hidden_states: tuple[torch.Tensor | None, ...]) -> int:

@@ -7,13 +7,11 @@ Legend: R requests, s context tokens, B tokens in a verification pass (the ancho
 from __future__ import annotations
 
 import contextlib
-import inspect
+from collections.abc import Sequence
 from time import perf_counter
-from typing import Any
 
 import torch
 from transformers import (
-    DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedConfig,
@@ -21,11 +19,12 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from ._compat import CACHE_KEY
 from .candidate_generator import DSparkCandidateGenerator
-from .decoding_rows import Row
+from .decoding_rows import Request, Verdict
+from .drafter import CommittedContext, ContextSpan, DraftProposal
 from .modeling_dspark import DSparkDraftModel
-from .packed_target import PackedTarget
+from .packed_target import PackedRunner
+from .single_target import SingleRunner, model_kwargs_for
 
 
 NEW_CONTEXT = 2  # tokens a typical round commits, and the next one's drafting takes in
@@ -40,7 +39,7 @@ class SingleRounds:
         context_length (`int`): s.
 
     Raises:
-        ValueError: If the target's cache cannot take tokens back.
+        NotImplementedError: If the target's cache cannot take tokens back.
     """
 
     num_requests = 1
@@ -49,8 +48,20 @@ class SingleRounds:
         self.target, self.draft, self.context_length = target, draft, context_length
         self._start = perf_counter()
         self._text, self._config = _synthetic_text(target, draft, context_length)
-        self._generator = DSparkCandidateGenerator(target, draft, self._config)
-        self._prefill()
+        self._drafter = DSparkCandidateGenerator(target, draft, self._config)
+        request, kwargs = _request(0, self._prompt, self._config), model_kwargs_for(target, self._prompt)
+        self._runner = SingleRunner(target, request, self._config, kwargs, self._drafter.model_kwargs_overrides)
+        prompt = self._runner.prefill([request])
+        self._drafter.check_hidden_states(prompt.hidden_states)
+        self._hidden_states = prompt.hidden_states
+        anchor_id = self._text[:, context_length : context_length + 1]
+        verdict = Verdict(anchor_id, prompt.logits[0], prompt.logits[0], 0, None)
+        self._runner.commit(prompt, [verdict])
+        request.append(verdict)
+
+    @property
+    def _prompt(self) -> torch.Tensor:
+        return self._text[:, : self.context_length]
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
         """What holds from the first round on, as in the decoding loop.
@@ -58,33 +69,16 @@ class SingleRounds:
         Returns:
             Context manager.
         """
-        return self.target._optimize_model_for_decode()
+        return self._runner.decoding()
 
     @property
     def elapsed_s(self) -> float:
         """`float`: Seconds since the request came."""
         return perf_counter() - self._start
 
-    def _prefill(self) -> None:
-        prompt = self._text[:, : self.context_length]
-        # As `generate` prepares them: without a mask, for nothing is padded.
-        kwargs = {"use_cache": True, CACHE_KEY: DynamicCache(config=text_config(self.target))}
-        if "position_ids" in inspect.signature(self.target.forward).parameters:
-            kwargs["position_ids"] = torch.arange(self.context_length, device=prompt.device)[None]
-        if self.target._supports_logits_to_keep():
-            kwargs["logits_to_keep"] = 1
-        outputs = self._forward(prompt, kwargs, self.context_length, is_first_iteration=True)
-        self._cache = outputs[CACHE_KEY]
-        if not self._cache.is_croppable:
-            raise ValueError(f"The cache of {type(self.target).__name__} cannot take tokens back.")
-        self._generator.check_hidden_states(outputs.hidden_states)
-        self._hidden_states = outputs.hidden_states
-        self._model_kwargs = self.target._update_model_kwargs_for_generation(outputs, kwargs, num_new_tokens=1)
-        self._cache.activate_past_recording()
-
     def restart(self) -> None:
-        """Let a new generator draft from the context alone: rounds lengthen what an old one has read."""
-        self._generator = DSparkCandidateGenerator(self.target, self.draft, self._config)
+        """Let a new drafter draft from the context alone: rounds lengthen what an old one has read."""
+        self._drafter = DSparkCandidateGenerator(self.target, self.draft, self._config)
         self._draft(self.context_length)
 
     def run(self, batch_tokens: int) -> tuple[float, float]:
@@ -97,13 +91,11 @@ class SingleRounds:
             `tuple[float, float]`: seconds of drafting, and of verification.
         """
         draft_s = self._draft(NEW_CONTEXT)
+        first = self.context_length + 1
         start = perf_counter()
-        kwargs = dict(self._model_kwargs)
-        if batch_tokens > 1:
-            kwargs = self.target._update_model_kwargs_for_generation({}, kwargs, num_new_tokens=batch_tokens - 1)
-        self._forward(self._text[:, : self.context_length + batch_tokens], kwargs, batch_tokens)
+        self._runner.forward([DraftProposal(self._text[:, first : first + batch_tokens - 1])])
         verify_s = perf_counter() - start
-        self._cache.crop(-batch_tokens)
+        self._runner.cache_for_user.crop(-batch_tokens)
         return draft_s, verify_s
 
     def draft_alone(self) -> float:
@@ -115,24 +107,7 @@ class SingleRounds:
         return self._draft(NEW_CONTEXT)
 
     def _draft(self, num_context: int) -> float:
-        self._generator.add_context(self._hidden_states, num_context, self._model_kwargs)
-        start = perf_counter()
-        self._generator.propose([self._text[:, : self.context_length + 1]])
-        _synchronize(self.draft.device)
-        return perf_counter() - start
-
-    def _forward(
-        self, text: torch.Tensor, kwargs: dict[str, Any], num_tokens: int, is_first_iteration: bool = False
-    ) -> Any:
-        """The target over the last tokens of the text, prepared as the decoding loop prepares it."""
-        inputs = self.target.prepare_inputs_for_generation(
-            text, next_sequence_length=num_tokens, is_first_iteration=is_first_iteration, **kwargs
-        )
-        if "logits_to_keep" in inputs and not is_first_iteration:
-            inputs["logits_to_keep"] = num_tokens
-        outputs = self.target(**(inputs | self._generator.model_kwargs_overrides), return_dict=True)
-        _synchronize(outputs.logits.device)
-        return outputs
+        return _timed_draft(self._drafter, self._hidden_states, self._text, [self.context_length], num_context)
 
 
 class BatchRounds:
@@ -153,19 +128,18 @@ class BatchRounds:
         self.target, self.draft, self.context_length, self.num_requests = target, draft, context_length, num_requests
         self._start = perf_counter()
         self._text, self._config = _synthetic_text(target, draft, context_length)
-        prompt = self._text[:, :context_length]
-        nothing = (LogitsProcessorList(), StoppingCriteriaList(), self._config.max_length, self._config)
-        rows = [Row(index, prompt, *nothing) for index in range(num_requests)]
-        self._passes = PackedTarget(target, rows)
-        self._passes.use_generator(DSparkCandidateGenerator(target, draft, self._config))
-        with self._passes.session():
-            self._passes.prefill(rows)
-        self._hidden_states = self._passes.hidden_states
-        self._passes.cache.commit(range(num_requests), [context_length] * num_requests)
+        requests = [_request(index, self._text[:, :context_length], self._config) for index in range(num_requests)]
+        reads = DSparkCandidateGenerator(target, draft, self._config).model_kwargs_overrides
+        self._runner = PackedRunner(target, requests, reads)
+        with self._runner.running():
+            self._hidden_states = self._runner.prefill(requests).hidden_states
+        self._runner.cache.commit(range(num_requests), [context_length] * num_requests)
+        for request in requests:
+            request.input_ids = self._text[:, : context_length + 1]
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
         """See [`SingleRounds.decoding`]."""
-        return self._passes.decoding()
+        return self._runner.decoding()
 
     @property
     def elapsed_s(self) -> float:
@@ -173,23 +147,22 @@ class BatchRounds:
         return perf_counter() - self._start
 
     def restart(self) -> None:
-        """Let new generators draft from the context alone."""
-        self._generators = {}
+        """Let new drafters draft from the context alone."""
+        self._drafters = {}
         for count in {1, self.num_requests}:
-            self._generators[count] = DSparkCandidateGenerator(self.target, self.draft, self._config)
-            self._generators[count].add_requests([LogitsProcessorList()] * (count - 1))
+            self._drafters[count] = DSparkCandidateGenerator(self.target, self.draft, self._config)
+            self._drafters[count].add_requests([LogitsProcessorList()] * (count - 1))
             self._draft(count, self.context_length)
 
     def run(self, batch_tokens: int) -> tuple[float, float]:
         """See [`SingleRounds.run`]; the drafting is that of all requests."""
         draft_s = self._draft(self.num_requests, NEW_CONTEXT)
-        count = min(batch_tokens, self.num_requests)
-        lengths = [batch_tokens // count + (index < batch_tokens % count) for index in range(count)]
-        end = self.context_length
-        new_ids = [self._text[:, end : end + length] for length in lengths]
-        with self._passes.session():
+        count, first = min(batch_tokens, self.num_requests), self.context_length + 1
+        num_drafts = [batch_tokens // count + (index < batch_tokens % count) - 1 for index in range(count)]
+        proposals = [DraftProposal(self._text[:, first : first + number]) for number in num_drafts]
+        with self._runner.running():
             start = perf_counter()
-            self._passes.run(range(count), new_ids)
+            self._runner.forward(proposals)
             return draft_s, perf_counter() - start
 
     def draft_alone(self) -> float:
@@ -197,13 +170,30 @@ class BatchRounds:
         return self._draft(1, NEW_CONTEXT)
 
     def _draft(self, num_requests: int, num_context: int) -> float:
-        generator, length = self._generators[num_requests], self.context_length
-        spans = [(request, request * length, request * length + num_context) for request in range(num_requests)]
-        generator.add_packed_context(self._hidden_states, spans, [0] * num_requests)
-        start = perf_counter()
-        generator.propose([self._text[:, : length + 1]] * num_requests)
-        _synchronize(self.draft.device)
-        return perf_counter() - start
+        lengths = [self.context_length] * num_requests
+        return _timed_draft(self._drafters[num_requests], self._hidden_states, self._text, lengths, num_context)
+
+
+def _request(index: int, prompt: torch.Tensor, config: GenerationConfig) -> Request:
+    return Request(index, prompt, LogitsProcessorList(), StoppingCriteriaList(), config.max_length, config)
+
+
+def _timed_draft(
+    drafter: DSparkCandidateGenerator,
+    hidden_states: tuple[torch.Tensor, ...],
+    text: torch.Tensor,
+    lengths: Sequence[int],
+    num_context: int,
+) -> float:
+    """Seconds of drafting after the first tokens of each request, whose states lie one after the other."""
+    positions = torch.arange(num_context + 1)[None]
+    firsts = [sum(lengths[:index]) for index in range(len(lengths))]
+    spans = [ContextSpan(i, slice(first, first + num_context), positions) for i, first in enumerate(firsts)]
+    drafter.read(CommittedContext(hidden_states, tuple(spans)))
+    start = perf_counter()
+    drafter.propose([text[:, : length + 1] for length in lengths])
+    _synchronize(drafter.draft.device)
+    return perf_counter() - start
 
 
 def text_config(target: PreTrainedModel) -> PreTrainedConfig:

@@ -17,9 +17,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ._compat import CACHE_KEY
-from .candidate_generator import DSparkCandidateGenerator
-from .decoding_rows import Row, Verdict
-from .packed_attention import attention_packed, check_layers, packed_pass
+from .decoding_rows import Request, TargetPass, Verdict
+from .drafter import CommittedContext, ContextSpan, DraftProposal
+from .packed_attention import PackedPass, attention_packed, check_layers, packed_pass
 from .row_cache import RowCache
 from .target_structure import layers_of
 
@@ -27,12 +27,13 @@ from .target_structure import layers_of
 TEXT_INPUTS = ("attention_mask", "position_ids", "logits_to_keep", "use_cache", CACHE_KEY)
 
 
-class PackedTarget:
-    """The target's side of a batch.
+class PackedRunner:
+    """Runs the target for a batch.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
-        rows (`Sequence[Row]` of length R): The requests to begin with; prompts without padding.
+        requests (`Sequence[Request]` of length R): The requests to begin with; prompts without padding.
+        reads (`dict[str, Any]`): Keyword arguments that ask for what the draft reads.
 
     Raises:
         NotImplementedError: If the target's layers do not allow it.
@@ -41,143 +42,133 @@ class PackedTarget:
 
     cache_for_user = None  # of no use to plain generation
 
-    def __init__(self, target: PreTrainedModel, rows: Sequence[Row]):
+    def __init__(self, target: PreTrainedModel, requests: Sequence[Request], reads: dict[str, Any]):
         check_layers(target)
-        check_memory(target, rows)
-        self.target = target
+        check_memory(target, requests)
+        self.target, self.reads = target, reads
         config = target.config.get_text_config(decoder=True)
         self.cache = RowCache(config.num_hidden_layers, 0)
-        self.rows: list[Row] = []
-
-    def use_generator(self, generator: DSparkCandidateGenerator) -> None:
-        """Hand the captured hidden states of every pass to the drafting half.
-
-        Args:
-            generator (`DSparkCandidateGenerator`): The call's.
-        """
-        self.generator = generator
+        self.requests: list[Request] = []
 
     @contextlib.contextmanager
-    def session(self) -> Iterator[None]:
-        """What must hold while the target runs for this batch."""
+    def running(self) -> Iterator[None]:
+        """Holds during the whole call: the target attends row by row."""
         with attention_packed(self.target):
             yield
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
-        """What must hold from the first round on: nothing. Experts stay as for prompts, since passes are as long.
+        """Holds from the first round on: nothing. Experts stay as for prompts, since passes are as long.
 
         Returns:
             Context manager.
         """
         return contextlib.nullcontext()
 
-    def no_drafts_left_behind(self) -> contextlib.AbstractContextManager[None]:
-        """Nobody sees this cache after an error.
+    def rollback_on_error(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing to roll back: the cache ends with the call.
 
         Returns:
             Context manager.
         """
         return contextlib.nullcontext()
 
-    def prefill(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+    def prefill(self, requests: Sequence[Request]) -> TargetPass:
         """The target over the prompts of new requests, which come behind the present ones.
 
         Args:
-            rows (`Sequence[Row]`): New requests.
+            requests (`Sequence[Request]`): New requests.
 
         Returns:
-            `list[torch.Tensor]`, each `(1, 1, V)`: the logits after each prompt.
+            [`TargetPass`]: logits `(1, 1, V)` each, those after the prompt.
         """
-        first = len(self.rows)
-        self.rows += rows
-        self.cache.add(len(rows))
-        self._requests, self._is_prefill = list(range(first, len(self.rows))), True
-        logits = self.run(self._requests, [row.input_ids for row in rows], last_only=True)
-        self.generator.check_hidden_states(self.hidden_states)
-        return [logits[:, i : i + 1] for i in range(len(rows))]
+        first = len(self.requests)
+        self.requests += requests
+        self.cache.add(len(requests))
+        new = range(first, len(self.requests))
+        packed, outputs = self._run(new, [request.input_ids for request in requests], last_only=True)
+        logits = list(outputs.logits.split(1, dim=1))
+        return TargetPass(logits, outputs.hidden_states, outputs, starts_over=True, packed=packed)
 
-    def verify(self, draft_ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The target over every request's anchor and drafts.
+    def forward(self, proposals: Sequence[DraftProposal]) -> TargetPass:
+        """The target over the anchor and the drafts of the first requests.
 
         Args:
-            draft_ids (`Sequence[torch.LongTensor]` of length R): Each `(1, k)`.
+            proposals (`Sequence[DraftProposal]` of length A <= R): k drafts each.
 
         Returns:
-            `list[torch.Tensor]`, each `(1, 1 + k, V)`.
+            [`TargetPass`]: logits `(1, 1 + k, V)` each.
         """
-        self._requests, self._is_prefill = list(range(len(self.rows))), False
-        new = [torch.cat([row.input_ids[:, -1:], ids], dim=1) for row, ids in zip(self.rows, draft_ids, strict=True)]
-        logits = self.run(self._requests, new)
-        return list(logits.split([ids.shape[1] for ids in new], dim=1))
+        pairs = zip(self.requests, proposals, strict=False)
+        new_ids = [torch.cat([request.input_ids[:, -1:], own.token_ids], dim=1) for request, own in pairs]
+        packed, outputs = self._run(range(len(proposals)), new_ids)
+        logits = list(outputs.logits.split([ids.shape[1] for ids in new_ids], dim=1))
+        return TargetPass(logits, outputs.hidden_states, outputs, starts_over=False, packed=packed)
 
-    def commit(self, verdicts: Sequence[Verdict]) -> None:
-        """Keep what was committed of the tokens of the pass, and hand its hidden states to the drafting half.
+    def commit(self, target_pass: TargetPass, verdicts: Sequence[Verdict]) -> CommittedContext:
+        """Keep what was committed of the tokens of the pass.
 
         Args:
+            target_pass (`TargetPass`): The pass.
             verdicts (`Sequence[Verdict]`): Of the requests of the pass.
+
+        Returns:
+            [`CommittedContext`]: of the requests that go on.
         """
+        packed = target_pass.packed
         # Of a prompt every token; of a round the anchor and what was accepted: the last committed token is the next
         # anchor, which the target has not seen.
-        kept = self._pass.counts if self._is_prefill else [verdict.new_ids.shape[1] for verdict in verdicts]
-        self.cache.commit(self._requests, kept)
-        spans, starts, first = [], [], 0
-        for request, start, count, num_kept in zip(
-            self._requests, self._pass.starts, self._pass.counts, kept, strict=True
-        ):
-            if not self.rows[request].finished:
-                spans.append((request, first, first + num_kept))
-                starts.append(start)
+        kept = packed.counts if target_pass.starts_over else [verdict.new_ids.shape[1] for verdict in verdicts]
+        self.cache.commit(packed.rows, kept)
+        spans, first = [], 0
+        for index, start, count, num_kept in zip(packed.rows, packed.starts, packed.counts, kept, strict=True):
+            if not self.requests[index].finished:
+                positions = torch.arange(start, start + num_kept + 1)[None]
+                spans.append(ContextSpan(index, slice(first, first + num_kept), positions))
             first += count
-        if spans:
-            self.generator.add_packed_context(self.hidden_states, spans, starts)
+        return CommittedContext(target_pass.hidden_states, tuple(spans))
 
     def keep(self, requests: Sequence[int]) -> None:
-        """Forget all other requests: rows that ended cost nothing any more.
+        """Forget all other requests: those that ended cost nothing any more.
 
         Args:
             requests (`Sequence[int]`): Requests to keep, in their new order.
         """
-        self.rows = [self.rows[request] for request in requests]
+        self.requests = [self.requests[index] for index in requests]
         self.cache.keep(requests)
 
-    def run(self, requests: Sequence[int], new_ids: Sequence[torch.Tensor], last_only: bool = False) -> torch.Tensor:
-        """One forward of the target; what it adds to the cache counts once it is committed.
+    def _run(
+        self, indices: Sequence[int], new_ids: Sequence[torch.Tensor], last_only: bool = False
+    ) -> tuple[PackedPass, Any]:
+        """One forward over the new ids of some requests, (1, n) each; what it adds to the cache counts when committed.
 
-        Args:
-            requests (`Sequence[int]` of length A): Requests that get tokens.
-            new_ids (`Sequence[torch.LongTensor]` of length A): Their tokens, each `(1, n)`.
-            last_only (`bool`, *optional*, defaults to `False`): Whether only the last token of each needs logits.
-
-        Returns:
-            `torch.Tensor` of shape `(1, N, V)`, or `(1, A, V)` with `last_only`.
+        The logits of the outputs are (1, N, V), or with `last_only` (1, A, V), on the device of the ids.
         """
         device, counts = self.target.device, [ids.shape[1] for ids in new_ids]
         keep: dict[str, Any] = {}
         try:
-            self._pass = self.cache.begin(requests, counts, device)
+            packed = self.cache.begin(indices, counts, device)
             if self.target._supports_logits_to_keep():
-                keep["logits_to_keep"] = self._pass.last_indices if last_only else 0
-            with packed_pass(self._pass):
+                keep["logits_to_keep"] = packed.last_indices if last_only else 0
+            with packed_pass(packed):
                 outputs = self.target(
                     input_ids=torch.cat(list(new_ids), dim=1).to(device),
-                    position_ids=self._pass.positions[None],
-                    attention_mask=self._pass.stand_in_mask,
+                    position_ids=packed.positions[None],
+                    attention_mask=packed.stand_in_mask,
                     use_cache=True,
                     return_dict=True,
                     **{CACHE_KEY: self.cache},
                     **keep,
-                    **self.generator.model_kwargs_overrides,
+                    **self.reads,
                 )
         except torch.OutOfMemoryError as error:
-            longest = max(self.cache.lengths[request] + n for request, n in zip(requests, counts, strict=True))
-            raise _too_large(len(self.rows), longest) from error
-        self.hidden_states = outputs.hidden_states
+            longest = max(self.cache.lengths[index] + n for index, n in zip(indices, counts, strict=True))
+            raise _too_large(len(self.requests), longest) from error
         if device.type != "cpu":  # verification waits for the device anyway; here the wait is timed
             torch.accelerator.synchronize(device)
-        logits = outputs.logits
         if last_only and not keep:
-            logits = logits[:, self._pass.last_indices]
-        return logits.to(new_ids[0].device)
+            outputs.logits = outputs.logits[:, packed.last_indices]
+        outputs.logits = outputs.logits.to(new_ids[0].device)
+        return packed, outputs
 
 
 def check_batch(target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
@@ -219,23 +210,23 @@ def check_batch(target: PreTrainedModel, generation_config: GenerationConfig, mo
         )
 
 
-def check_memory(target: PreTrainedModel, rows: Sequence[Row]) -> None:
+def check_memory(target: PreTrainedModel, requests: Sequence[Request]) -> None:
     """Refuse prompts whose keys and values alone do not fit into memory.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
-        rows (`Sequence[Row]`): The requests.
+        requests (`Sequence[Request]`): The requests.
 
     Raises:
         MemoryError: With the figures.
     """
     layers = layers_of(target.config.get_text_config(decoder=True))
     width = sum(layer.num_key_value_heads * layer.head_dim for layer in layers)  # of the keys of a token
-    longest = max(row.input_ids.shape[1] for row in rows)
-    needed = 2 * width * target.dtype.itemsize * len(rows) * longest
+    longest = max(request.input_ids.shape[1] for request in requests)
+    needed = 2 * width * target.dtype.itemsize * len(requests) * longest
     available = _available_bytes(target.device)
     if available is not None and needed > available:
-        raise _too_large(len(rows), longest, needed, available)
+        raise _too_large(len(requests), longest, needed, available)
 
 
 def _too_large(num_rows: int, longest: int, needed: int | None = None, available: int | None = None) -> MemoryError:

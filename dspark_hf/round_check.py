@@ -9,21 +9,20 @@ Legend: h key-value heads, e head width, L tokens of the invented past, V vocabu
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
-from transformers.generation import CandidateGenerator, GenerationMode
 
-from .decoding_rows import Row, Verdict
-from .packed_target import PackedTarget
+from .decoding_rows import Request, TargetPass, Verdict
+from .drafter import Drafter, DraftProposal
+from .packed_target import PackedRunner
 from .position_limits import position_limits
 from .row_cache import RowCache
-from .single_target import SingleTarget, grow
-from .target_probe import can_run, closeness_for, once, probe_ids
+from .single_target import SingleRunner, grow, model_kwargs_for
+from .target_probe import can_run, closeness_for, once, position_kwargs, probe_ids
 
 
 # A longer past would take seconds, and more memory than a check should.
@@ -35,67 +34,53 @@ _OWN_ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeErro
 _Past = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by layer: keys and values, each [1, h, L, e]
 
 
-class _Unread:
-    """Asks for what a drafting half asks for, and reads nothing of it."""
-
-    def __init__(self, generator: CandidateGenerator):
-        self.model_kwargs_overrides = generator.model_kwargs_overrides
-        self.check_hidden_states = generator.check_hidden_states
-
-    def add_context(self, hidden_states: Any, num_tokens: int, model_kwargs: dict[str, Any]) -> None:
-        pass
-
-    def add_packed_context(self, hidden_states: Any, spans: Any, starts: Any) -> None:
-        pass
-
-
-def check_rounds(target: PreTrainedModel, generator: CandidateGenerator, max_length: int) -> None:
+def check_rounds(target: PreTrainedModel, drafter: Drafter, max_length: int) -> None:
     """Check that a target verifies drafts of one request as it would write them.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
-        generator (`CandidateGenerator`): The call's drafting half, which says what it reads of the target.
+        drafter (`Drafter`): The call's drafting half, which says what it reads of the target.
         max_length (`int`): Tokens that a text of the call may have.
 
     Raises:
         NotImplementedError: If it cannot run a round, or gets other logits in one.
         ValueError: If it does not return the hidden states that the draft reads.
     """
-    _check(_verified, PLAIN, target, generator, max_length)
+    _check(_verified, PLAIN, target, drafter, max_length)
 
 
-def check_packed_rounds(target: PreTrainedModel, generator: CandidateGenerator, max_length: int) -> None:
+def check_packed_rounds(target: PreTrainedModel, drafter: Drafter, max_length: int) -> None:
     """[`check_rounds`], and the same for a batch of two.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
-        generator (`CandidateGenerator`): The call's drafting half, which says what it reads of the target.
+        drafter (`Drafter`): The call's drafting half, which says what it reads of the target.
         max_length (`int`): Tokens that a text of the call may have.
 
     Raises:
         NotImplementedError: If it cannot run a round, or gets other logits in one.
         ValueError: If it does not return the hidden states that the draft reads.
     """
-    _check(_verified, PLAIN, target, generator, max_length)
-    _check(_check_packed, ONE_ROW, target, generator, max_length)
+    _check(_verified, PLAIN, target, drafter, max_length)
+    _check(_check_packed, ONE_ROW, target, drafter, max_length)
 
 
 def _check(
-    check: Callable[[PreTrainedModel, _Unread, int], Any],
+    check: Callable[[PreTrainedModel, Drafter, int], Any],
     remedy: str,
     target: PreTrainedModel,
-    generator: CandidateGenerator,
+    drafter: Drafter,
     max_length: int,
 ) -> None:
     if not can_run(target):
         return
     length = _past_length(target, max_length)
-    reads = str(generator.model_kwargs_overrides)
+    reads = str(drafter.model_kwargs_overrides)
 
     def passes() -> bool:
         try:
             with torch.no_grad():
-                check(target, _Unread(generator), length)
+                check(target, drafter, length)
         except torch.OutOfMemoryError:
             raise
         except _OWN_ERRORS as error:
@@ -117,41 +102,43 @@ def _past_length(target: PreTrainedModel, max_length: int) -> int:
     return length if allowed is None or allowed >= 2 else 0
 
 
-def _verified(target: PreTrainedModel, reader: _Unread, length: int) -> tuple[torch.Tensor, _Past]:
+def _verified(target: PreTrainedModel, drafter: Drafter, length: int) -> tuple[torch.Tensor, _Past]:
     """Two tokens and the past, then three of which two are taken back, then these one by one; [3, V] of the three."""
     ids = probe_ids(target)
-    row = _row(0, ids[:, :2])
-    runner = SingleTarget(target, row, GenerationConfig(), _model_kwargs(target, ids[:, :2]))
-    runner.use_generator(reader)
-    prompt_logits = runner.prefill([row])
+    request, reads = _request(0, ids[:, :2]), drafter.model_kwargs_overrides
+    runner = SingleRunner(target, request, GenerationConfig(), model_kwargs_for(target, ids[:, :2]), reads)
+    prompt = runner.prefill([request])
+    drafter.check_hidden_states(prompt.hidden_states)
     past = _invent_past(runner.cache_for_user, length)
     if past:
-        row.input_ids = torch.cat([ids[:, :2], ids[:, :1].expand(1, length)], dim=1)
+        request.input_ids = torch.cat([ids[:, :2], ids[:, :1].expand(1, length)], dim=1)
         runner.model_kwargs = grow(target, {}, runner.model_kwargs, length)
-    _commit(runner, [row], prompt_logits, [ids[:, 2:3]])
+    _commit(runner, [request], prompt, [ids[:, 2:3]])
     with runner.decoding():
-        (together,) = runner.verify([ids[:, 3:]])  # [1, 3, V]
-        _commit(runner, [row], [together], [ids[:, 3:4]])
-        (fourth,) = runner.verify([ids[:, :0]])  # [1, 1, V]
-        _commit(runner, [row], [fourth], [ids[:, 4:5]])
-        (fifth,) = runner.verify([ids[:, :0]])
-    _compare(target, together[0, 1:], torch.cat([fourth[0], fifth[0]]))
-    return together[0], past
+        together = runner.forward([DraftProposal(ids[:, 3:])])
+        _commit(runner, [request], together, [ids[:, 3:4]])
+        fourth = runner.forward([DraftProposal(ids[:, :0])])
+        _commit(runner, [request], fourth, [ids[:, 4:5]])
+        fifth = runner.forward([DraftProposal(ids[:, :0])])
+    logits = together.logits[0][0]  # [3, V]
+    _compare(target, logits[1:], torch.cat([fourth.logits[0][0], fifth.logits[0][0]]))
+    return logits, past
 
 
-def _check_packed(target: PreTrainedModel, reader: _Unread, length: int) -> None:
+def _check_packed(target: PreTrainedModel, drafter: Drafter, length: int) -> None:
     """Prompts of two tokens, with the past, and of one; then three tokens and two."""
-    expected, past = _verified(target, reader, length)
+    expected, past = _verified(target, drafter, length)
     ids = probe_ids(target)
-    expected = torch.cat([expected, target(input_ids=ids, use_cache=False, return_dict=True).logits[0, 1:3]])
-    rows = [_row(0, ids[:, :2]), _row(1, ids[:, :1])]
-    runner = PackedTarget(target, rows)
-    runner.use_generator(reader)
-    with runner.session():
-        _commit(runner, rows, runner.prefill(rows), [ids[:, 2:3], ids[:, 1:2]])
+    positions = position_kwargs(target, ids.shape[1], ids.device)
+    alone = target(input_ids=ids, use_cache=False, return_dict=True, **positions).logits[0, 1:3]
+    expected = torch.cat([expected, alone])
+    requests = [_request(0, ids[:, :2]), _request(1, ids[:, :1])]
+    runner = PackedRunner(target, requests, drafter.model_kwargs_overrides)
+    with runner.running():
+        _commit(runner, requests, runner.prefill(requests), [ids[:, 2:3], ids[:, 1:2]])
         if past:
             _put_past(runner.cache, past, length)
-        first, second = runner.verify([ids[:, 3:], ids[:, 2:3]])
+        first, second = runner.forward([DraftProposal(ids[:, 3:]), DraftProposal(ids[:, 2:3])]).logits
     _compare(target, torch.cat([first[0], second[0]]), expected, remedy=ONE_ROW)
 
 
@@ -191,32 +178,21 @@ def _put_past(cache: RowCache, past: _Past, length: int) -> None:
     cache.lengths[0] += length
 
 
-def _row(index: int, prompt: torch.Tensor) -> Row:
-    return Row(index, prompt, LogitsProcessorList(), StoppingCriteriaList(), 2**31, GenerationConfig())
+def _request(index: int, prompt: torch.Tensor) -> Request:
+    return Request(index, prompt, LogitsProcessorList(), StoppingCriteriaList(), 2**31, GenerationConfig())
 
 
 def _commit(
-    runner: SingleTarget | PackedTarget,
-    rows: Sequence[Row],
-    logits: Sequence[torch.Tensor],
+    runner: SingleRunner | PackedRunner,
+    requests: Sequence[Request],
+    target_pass: TargetPass,
     new_ids: Sequence[torch.Tensor],
 ) -> None:
     """Go on with the given tokens, whatever the logits say."""
     verdicts = [
         Verdict(ids, scores, scores, ids.shape[1] - 1, int(ids[0, -1]))
-        for ids, scores in zip(new_ids, logits, strict=True)
+        for ids, scores in zip(new_ids, target_pass.logits, strict=True)
     ]
-    runner.commit(verdicts)
-    for row, verdict in zip(rows, verdicts, strict=True):
-        row.commit(verdict)
-
-
-def _model_kwargs(target: PreTrainedModel, ids: torch.Tensor) -> dict[str, Any]:
-    """The keyword arguments that `generate` would prepare for a prompt."""
-    kwargs: dict[str, Any] = {"attention_mask": None, "use_cache": True}
-    if "position_ids" in inspect.signature(target.forward).parameters:
-        kwargs["position_ids"] = target._prepare_position_ids_for_generation(ids, {})
-    if target._supports_logits_to_keep():
-        kwargs["logits_to_keep"] = 1
-    target._prepare_cache_for_generation(GenerationConfig(), kwargs, GenerationMode.GREEDY_SEARCH, 1, 2**31)
-    return kwargs
+    runner.commit(target_pass, verdicts)
+    for request, verdict in zip(requests, verdicts, strict=True):
+        request.append(verdict)

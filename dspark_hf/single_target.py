@@ -13,27 +13,28 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, GenerationMode
 from transformers.utils import logging
 
 from ._compat import CACHE_KEY, QuantizedLayer
-from .candidate_generator import DSparkCandidateGenerator
-from .decoding_rows import Row, Verdict
-from .drafting_steps import num_prompt_tokens
-from .target_probe import check_filled_cache
+from .decoding_rows import Request, TargetPass, Verdict
+from .drafter import CommittedContext, DraftProposal
+from .drafting_steps import context_of_one, num_prompt_tokens
+from .target_probe import check_filled_cache, position_kwargs
 
 
 logger = logging.get_logger("transformers.dspark_hf.single_target")
 
 
-class SingleTarget:
-    """The target's side of one request.
+class SingleRunner:
+    """Runs the target for one request.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
-        row (`Row`): The request.
+        request (`Request`): The request.
         generation_config (`GenerationConfig`): The call's prepared config.
         model_kwargs (`dict[str, Any]`): Keyword arguments of the target's forward, as `generate` prepared them.
+        reads (`dict[str, Any]`): Keyword arguments that ask for what the draft reads.
 
     Raises:
         NotImplementedError: If the target has a cache of its own kind.
@@ -43,28 +44,23 @@ class SingleTarget:
     def __init__(
         self,
         target: PreTrainedModel,
-        row: Row,
+        request: Request,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
+        reads: dict[str, Any],
     ):
         _check_cache(target, generation_config, model_kwargs)
-        self.row, self.target, self.config, self.model_kwargs = row, target, generation_config, model_kwargs
+        self.target, self.request, self.config = target, request, generation_config
+        self.model_kwargs, self.reads = model_kwargs, reads
+        self._num_read = 0  # tokens that the draft was handed
 
     @property
     def cache_for_user(self) -> Any:
         """`Cache`: The target's, as plain generation would leave it."""
         return self.model_kwargs[CACHE_KEY]
 
-    def use_generator(self, generator: DSparkCandidateGenerator) -> None:
-        """Hand the captured hidden states of every pass to the drafting half.
-
-        Args:
-            generator (`DSparkCandidateGenerator`): The call's.
-        """
-        self.generator = generator
-
-    def session(self) -> contextlib.AbstractContextManager[None]:
-        """What must hold while the target runs: nothing that it does not know of itself.
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Holds during the whole call: nothing, here.
 
         Returns:
             Context manager.
@@ -73,7 +69,7 @@ class SingleTarget:
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
-        """What must hold from the first round on."""
+        """Holds from the first round on."""
         with self.target._optimize_model_for_decode():
             self._record_past(self.model_kwargs[CACHE_KEY])
             try:
@@ -92,7 +88,7 @@ class SingleTarget:
             layer.record_past = record_past
 
     @contextlib.contextmanager
-    def no_drafts_left_behind(self) -> Iterator[None]:
+    def rollback_on_error(self) -> Iterator[None]:
         """A criterion or processor that raises leaves a user's cache without the round it broke off."""
         cache = self.model_kwargs[CACHE_KEY]
         length = int(cache.get_seq_length())
@@ -102,42 +98,42 @@ class SingleTarget:
             cache.crop(min(0, length - int(cache.get_seq_length())))
             raise
 
-    def prefill(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+    def prefill(self, requests: Sequence[Request]) -> TargetPass:
         """The target over the prompt; what a user's cache already holds is not run again.
 
         Args:
-            rows (`Sequence[Row]` of length 1): The request.
+            requests (`Sequence[Request]` of length 1): The request.
 
         Returns:
-            `list[torch.Tensor]`: `(1, 1, V)`, the logits after the prompt.
+            [`TargetPass`]: logits `(1, 1, V)`, those after the prompt.
         """
         if self.config.prefill_chunk_size is not None:
             logger.warning_once(
                 "With `prefill_chunk_size` the draft sees the last chunk of the prompt only, and is accepted less."
             )
-        kwargs, overrides = dict(self.model_kwargs), self.generator.model_kwargs_overrides
+        (request,), kwargs = requests, dict(self.model_kwargs)
         if type(self.target)._prefill is GenerationMixin._prefill:
-            outputs = GenerationMixin._prefill(_Asking(self.target, overrides), rows[0].input_ids, self.config, kwargs)
+            outputs = GenerationMixin._prefill(
+                _Asking(self.target, self.reads), request.input_ids, self.config, kwargs
+            )
         else:
-            outputs = self.target._prefill(rows[0].input_ids, self.config, kwargs | overrides)
+            outputs = self.target._prefill(request.input_ids, self.config, kwargs | self.reads)
         check_filled_cache(self.target, outputs.get(CACHE_KEY))
-        self.generator.check_hidden_states(outputs.hidden_states)
-        self._outputs, self._num_drafts, self._is_prefill = outputs, 0, True
-        return [outputs.logits[:, -1:]]
+        return TargetPass([outputs.logits[:, -1:]], outputs.hidden_states, outputs, starts_over=True)
 
-    def verify(self, draft_ids: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, proposals: Sequence[DraftProposal]) -> TargetPass:
         """The target over the anchor and the drafts.
 
         Args:
-            draft_ids (`Sequence[torch.LongTensor]` of length 1): `(1, k)`.
+            proposals (`Sequence[DraftProposal]` of length 1): k drafts.
 
         Returns:
-            `list[torch.Tensor]`: `(1, 1 + k, V)`.
+            [`TargetPass`]: logits `(1, 1 + k, V)`.
         """
-        (drafts,) = draft_ids
+        drafts = proposals[0].token_ids
         count = drafts.shape[1]
         kwargs = grow(self.target, {}, dict(self.model_kwargs), count) if count else self.model_kwargs
-        ids = torch.cat([self.row.input_ids, drafts], dim=1)
+        ids = torch.cat([self.request.input_ids, drafts], dim=1)
         inputs = self.target.prepare_inputs_for_generation(
             ids, next_sequence_length=1 + count, is_first_iteration=False, **kwargs
         )
@@ -146,37 +142,40 @@ class SingleTarget:
             inputs["position_ids"] = kwargs["position_ids"][..., -1 - count :] if "position_ids" in inputs else None
         if "logits_to_keep" in inputs:
             inputs["logits_to_keep"] = 1 + count
-        outputs = self.target(**(inputs | self.generator.model_kwargs_overrides), return_dict=True)
+        outputs = self.target(**(inputs | self.reads), return_dict=True)
         _check_pass(self.target, outputs, 1 + count)
-        self._started_over = outputs[CACHE_KEY] is not self.model_kwargs[CACHE_KEY]
-        if self._started_over:  # Phi does, where its frequencies change
-            self._stop_recording()
-            self._record_past(outputs[CACHE_KEY])
         if outputs.logits.device.type != "cpu":  # verification waits for the device anyway; here the wait is timed
             torch.accelerator.synchronize(outputs.logits.device)
-        self._outputs, self._num_drafts, self._is_prefill = outputs, count, False
-        return [outputs.logits[:, -1 - count :]]
+        starts_over = outputs[CACHE_KEY] is not self.model_kwargs[CACHE_KEY]
+        states = outputs.hidden_states
+        if starts_over:  # Phi does, where its frequencies change: these are the states of the whole text
+            self._stop_recording()
+            self._record_past(outputs[CACHE_KEY])
+            states = tuple(layer if layer is None else layer[:, -1 - count :] for layer in states)
+        return TargetPass([outputs.logits[:, -1 - count :]], states, outputs, starts_over)
 
-    def commit(self, verdicts: Sequence[Verdict]) -> None:
-        """Bring cache, mask, positions and the draft's context up to date with what was committed.
+    def commit(self, target_pass: TargetPass, verdicts: Sequence[Verdict]) -> CommittedContext:
+        """Bring cache, mask and positions up to date with what was committed.
 
         Args:
-            verdicts (`Sequence[Verdict]` of length 1): The verdict on the drafts of the pass.
+            target_pass (`TargetPass`): The pass.
+            verdicts (`Sequence[Verdict]` of length 1): The verdict on its drafts.
+
+        Returns:
+            [`CommittedContext`]: without a span where the request has ended.
         """
-        (verdict,) = verdicts
-        outputs, num_committed = self._outputs, verdict.new_ids.shape[1]
+        (verdict,), outputs, states = verdicts, target_pass.outputs, target_pass.hidden_states
+        is_prompt, num_new = self._num_read == 0, verdict.new_ids.shape[1]
         cache = outputs[CACHE_KEY]
-        self.row.log.add_layers(outputs, cache, num_committed, self._is_prefill or self._started_over)
+        self.request.log.add_layers(outputs, cache, num_new, target_pass.starts_over)
         # The last committed token is the next anchor: it is not in the cache yet, as after plain generation.
-        if not self._is_prefill:  # also with nothing to take back: windowed layers drop what left the window
-            cache.crop(num_committed - 1 - self._num_drafts)
-        self.model_kwargs = grow(self.target, outputs, self.model_kwargs, num_committed)
-        if not self.row.finished:
-            states = outputs.hidden_states
-            num_tokens = num_prompt_tokens(states) if self._is_prefill else num_committed
-            if not self._is_prefill and self._started_over:  # the states are those of the whole text
-                states = tuple(state if state is None else state[:, -1 - self._num_drafts :] for state in states)
-            self.generator.add_context(states, num_tokens, self.model_kwargs)
+        if not is_prompt:  # also with nothing to take back: windowed layers drop what left the window
+            cache.crop(num_new - target_pass.logits[0].shape[1])
+        self.model_kwargs = grow(self.target, outputs, self.model_kwargs, num_new)
+        num_tokens = num_prompt_tokens(states) if is_prompt else num_new
+        context = context_of_one(states, num_tokens, self.model_kwargs, self._num_read, is_prompt)
+        self._num_read += num_tokens
+        return CommittedContext(states, ()) if self.request.finished else context
 
     def keep(self, requests: Sequence[int]) -> None:
         """Nothing to forget: with its one request the call ends.
@@ -184,6 +183,24 @@ class SingleTarget:
         Args:
             requests (`Sequence[int]`): Not read.
         """
+
+
+def model_kwargs_for(target: PreTrainedModel, ids: torch.Tensor) -> dict[str, Any]:
+    """The keyword arguments that `generate` prepares for a prompt without padding.
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+        ids (`torch.LongTensor` of shape `(1, s)`): Prompt.
+
+    Returns:
+        `dict[str, Any]`: with an empty cache.
+    """
+    kwargs: dict[str, Any] = {"attention_mask": None, "use_cache": True}
+    kwargs |= position_kwargs(target, ids.shape[1], ids.device)
+    if target._supports_logits_to_keep():
+        kwargs["logits_to_keep"] = 1
+    target._prepare_cache_for_generation(GenerationConfig(), kwargs, GenerationMode.GREEDY_SEARCH, 1, 2**31)
+    return kwargs
 
 
 class _Asking:

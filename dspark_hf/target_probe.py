@@ -6,6 +6,7 @@ Legend: n probed tokens, d hidden, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -68,6 +69,16 @@ def probe_ids(target: PreTrainedModel) -> torch.Tensor:
     return ids[None].to(target.device)
 
 
+def position_kwargs(model: nn.Module, length: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Positions of a text without padding, for models that take them.
+
+    Without them, models that place images work positions out, and remember what they found for the rest of a chat.
+    """
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    return {"position_ids": torch.arange(length, device=device)[None]}
+
+
 def can_run(target: PreTrainedModel) -> bool:
     """Whether a target has weights to run, and always gives the same outputs."""
     is_offloaded = getattr(target, "hf_device_map", None) is not None  # hooks bring weights from the meta device
@@ -122,8 +133,11 @@ def probe_head(target: PreTrainedModel, head: LogitsOf, softcap: float | None, e
 def _probe_head(target: PreTrainedModel, head: LogitsOf, softcap: float | None, expected: float) -> Head:
     ids = probe_ids(target)
     try:
-        outputs = target(input_ids=ids, use_cache=True, return_dict=True)
-        hidden = backbone_of(target)(input_ids=ids, use_cache=False, return_dict=True).last_hidden_state
+        backbone, (_, length) = backbone_of(target), ids.shape
+        positions = position_kwargs(target, length, ids.device)
+        outputs = target(input_ids=ids, use_cache=True, return_dict=True, **positions)
+        positions = position_kwargs(backbone, length, ids.device)
+        hidden = backbone(input_ids=ids, use_cache=False, return_dict=True, **positions).last_hidden_state
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         logger.warning_once(
             f"{type(target).__name__} could not be checked, since it does not run over a few tokens of text: {error}"
@@ -176,7 +190,7 @@ def _layers_before_head(target: PreTrainedModel, ids: torch.Tensor) -> tuple[nn.
     siblings = [module for module in owner.children() if module is not head]
     hooks = [module.register_forward_hook(lambda module, *_: called.append(module)) for module in siblings]
     try:
-        target(input_ids=ids, use_cache=False, return_dict=True)
+        target(input_ids=ids, use_cache=False, return_dict=True, **position_kwargs(target, ids.shape[1], ids.device))
     finally:
         for hook in hooks:
             hook.remove()

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from .decoding_rows import Row
+from .decoding_rows import Request
 
 
 class WaitingRequests:
@@ -53,39 +52,46 @@ class WaitingRequests:
         count = min(self._max_batch - num_running, len(self._waiting))
         return [self._waiting.popleft() for _ in range(count)]
 
-    def hand_in(self, rows: Sequence[Row]) -> None:
+    def hand_in(self, rows: Sequence[Request]) -> None:
         """Take the answers of texts that ended.
 
         Args:
-            rows (`Sequence[Row]`): The texts.
+            rows (`Sequence[Request]`): The texts.
         """
         for row in rows:
             self._on_finished(row.index, row.new_ids)
 
 
-_active: contextvars.ContextVar[WaitingRequests | None] = contextvars.ContextVar("waiting_requests", default=None)
-
-
-@contextlib.contextmanager
-def waiting(queue: WaitingRequests) -> Iterator[None]:
-    """Let the `generate` call inside the `with` block go on with these prompts.
+class QueueStreamer:
+    """A streamer that brings more prompts with it, and hands the tokens of each text to a function.
 
     Args:
-        queue (`WaitingRequests`): The prompts.
+        queue (`WaitingRequests`): The prompts that go on with the call.
+        on_tokens (`Callable`, *optional*): Called with the number of a prompt and its new tokens, `(n,)`.
     """
-    token = _active.set(queue)
-    try:
-        yield
-    finally:
-        _active.reset(token)
+
+    def __init__(self, queue: WaitingRequests, on_tokens: Callable[[int, torch.Tensor], None] | None):
+        self.queue, self._on_tokens = queue, on_tokens
+
+    def put(self, value: torch.Tensor) -> None:
+        """The prompts; nobody waits for them."""
+
+    def put_row(self, row: Request, new_ids: torch.Tensor) -> None:
+        """See [`RowStreamer.put_row`]."""
+        if self._on_tokens is not None:
+            self._on_tokens(row.index, new_ids[0])
+
+    def end(self) -> None:
+        """Nothing to close."""
 
 
-def take_queue() -> WaitingRequests | None:
-    """The prompts that the present call goes on with; a call that is made while it runs gets none.
+def queue_of(streamer: Any) -> WaitingRequests | None:
+    """The prompts that a call goes on with.
+
+    Args:
+        streamer (`BaseStreamer`, *optional*): The call's.
 
     Returns:
         [`WaitingRequests`] or `None`
     """
-    queue = _active.get()
-    _active.set(None)
-    return queue
+    return streamer.queue if isinstance(streamer, QueueStreamer) else None

@@ -34,6 +34,8 @@ LAYERS = {
         "simulation",
     },
     1: {
+        "position_limits",
+        "target_probe",
         "_compat",
         "versions",
         "target_structure",
@@ -44,6 +46,8 @@ LAYERS = {
         "checkpoints",
     },
     2: {
+        "drafter",
+        "round_check",
         "drafting_steps",
         "drawing",
         "stream_end",

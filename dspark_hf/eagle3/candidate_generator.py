@@ -16,13 +16,13 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Pr
 from transformers.generation import CandidateGenerator
 
 from .._compat import hidden_states_of
-from ..candidate_generator import DraftProposal
+from ..drafter import CommittedContext, DraftProposal
 from ..drafting_history import DraftingPause
 from ..drafting_steps import (
     captured_states,
     check_hidden_states,
     chosen_knob,
-    context_positions,
+    context_of_one,
     drafts_within,
     end_token_ids,
     length_to_end,
@@ -150,7 +150,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         self._position_limits = position_limits(target)
         self._cache = DynamicCache()
         self._context: list[_Context] = []
-        self._saw_prompt = False
+        self._anchor_position: torch.Tensor | None = None
 
     @property
     def needs_curve(self) -> bool:
@@ -203,27 +203,33 @@ class Eagle3CandidateGenerator(CandidateGenerator):
             hidden_states, config.target_layer_ids, config.hidden_size, self._target_name, kind="Eagle3"
         )
 
+    def read(self, context: CommittedContext) -> None:
+        """Take in the target's hidden states of the tokens just committed, the new anchor excluded.
+
+        Args:
+            context (`CommittedContext`): Of the last pass of the target.
+        """
+        (span,), draft = context.spans, self.draft
+        layer_ids = draft.config.target_layer_ids
+        states = captured_states(context.hidden_states, layer_ids, span.rows.stop, draft.device, draft.dtype)
+        states, positions = states[:, span.rows], span.positions.to(draft.device)
+        keep = torch.ones(states.shape[1], dtype=torch.bool) if span.keep is None else span.keep
+        self._anchor_position = positions[:, -1:]
+        self._context.append(_Context(states, positions[:, :-1], keep.to(draft.device)))
+
     def add_context(
         self, hidden_states: tuple[torch.Tensor, ...], num_tokens: int, model_kwargs: dict[str, Any]
     ) -> None:
-        """Take in the target's hidden states of the tokens just committed, the new anchor excluded.
+        """[`read`] after a pass over one request, as the stock loop and tools run it.
 
         Args:
             hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; each `(1, >= num_tokens, d)`.
             num_tokens (`int`): Leading rows to take: the whole prompt at first, then `num_accepted + 1`.
             model_kwargs (`dict[str, Any]`): The loop's, grown to the anchor: `position_ids`, `attention_mask`.
         """
-        layer_ids, draft = self.draft.config.target_layer_ids, self.draft
-        states = captured_states(hidden_states, layer_ids, num_tokens, draft.device, draft.dtype)
-        keep = torch.ones(num_tokens, dtype=torch.bool, device=self.draft.device)
-        mask = model_kwargs.get("attention_mask")
-        if mask is not None and not self._saw_prompt and mask.ndim == 2:  # a left-padded prompt
-            keep = mask[0, -num_tokens - 1 : -1].bool().to(self.draft.device)
-        self._saw_prompt = True
         num_before = self._cache.get_seq_length() + sum(context.keep.shape[0] for context in self._context)
-        positions = context_positions(model_kwargs, num_tokens, num_before, draft.device)
-        self._anchor_position = positions[:, -1:]
-        self._context.append(_Context(states, positions[:, :-1], keep))
+        is_prompt = self._anchor_position is None
+        self.read(context_of_one(hidden_states, num_tokens, model_kwargs, num_before, is_prompt))
 
     def propose(
         self,
@@ -320,9 +326,8 @@ class Eagle3CandidateGenerator(CandidateGenerator):
             return input_ids, None
         hidden_states = model_outputs.hidden_states
         self.check_hidden_states(hidden_states)
-        num_tokens = int(n_last_matches) + 1
-        if not self._saw_prompt:
-            num_tokens = num_prompt_tokens(hidden_states)
+        is_prompt = self._anchor_position is None
+        num_tokens = num_prompt_tokens(hidden_states) if is_prompt else int(n_last_matches) + 1
         self.add_context(hidden_states, num_tokens, model_kwargs)
         (proposal,) = self.propose([input_ids])
         logits = proposal.draft_logits if proposal.token_ids.shape[1] else None

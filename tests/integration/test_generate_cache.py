@@ -332,7 +332,7 @@ def test_static_cache_with_windows_is_refused(prompt):
         pytest.raises(ValueError, match="'static' does not allow. Use a dynamic cache"),
     ):
         generate(target, prompt, draft, cache_implementation="static", streamer=spy)
-    assert forwards.count == 0
+    assert forwards.num_prompts == 0
     assert spy.puts == [prompt[0].tolist()]
 
 
@@ -358,7 +358,7 @@ def test_quantised_cache_is_refused(target, prompt, draft):
         pytest.raises(ValueError, match="takes rejected tokens back .* Use a dynamic"),
     ):
         generate(target, prompt, draft, streamer=spy, **with_cache(quantised_cache()))
-    assert forwards.count == 0
+    assert forwards.num_prompts == 0
     assert spy.puts == [prompt[0].tolist()]
 
 

@@ -64,6 +64,7 @@ def test_times_of_a_batch(monkeypatch, pair):
     def drafts(module, args, kwargs):
         now[0] += 0.25 + kwargs["noise_embeds"].shape[0] / 16
 
+    draft.bind_target(target)  # which probes it once
     target.register_forward_pre_hook(verify, with_kwargs=True)
     draft.register_forward_pre_hook(drafts, with_kwargs=True)
     (measured,) = measure_curves(target, draft, (20,), num_repeats=2, num_requests=4)

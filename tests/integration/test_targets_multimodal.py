@@ -158,3 +158,18 @@ def test_base_logits_and_sizes_are_those_of_the_text_model(target):
         outputs = target(text_prompt(), output_hidden_states=True)
         logits = draft.bind_target(target).logits(outputs.hidden_states[-1])
     torch.testing.assert_close(logits, outputs.logits)
+
+
+def test_a_chat_that_began_without_a_draft_goes_on_with_one(target):
+    # The first call with a draft probes the target, which must not forget where the image put the text.
+    prompt, inputs = image_prompt()
+    cache, expected_cache = DynamicCache(config=target.config), DynamicCache(config=target.config)
+    text = generate(target, prompt, **inputs, **with_cache(cache))
+    assert torch.equal(generate(target, prompt, **inputs, **with_cache(expected_cache)), text)
+    text = torch.cat([text, torch.tensor([[7, 8, 9]])], dim=1)
+    shift = target.model.rope_deltas.clone()
+    expected = generate(target, text, **with_cache(expected_cache))
+    target.__dict__.pop("_dspark_hf_findings", None)
+    target.model.rope_deltas = shift
+    draft = scripted_draft(target, expected)
+    assert torch.equal(generate(target, text, draft, **with_cache(cache)), expected)

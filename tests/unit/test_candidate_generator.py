@@ -219,9 +219,9 @@ def test_empty_proposal():
 def test_draft_cache_holds_all_but_the_anchor_after_each_round(monkeypatch):
     lengths, right = [], DSparkCandidateGenerator.propose
 
-    def spy(self, texts, *arguments):
-        proposals = right(self, texts, *arguments)
-        if self._saw_prompt and not self._requests[0].context:
+    def spy(self, texts, *arguments, **named):
+        proposals = right(self, texts, *arguments, **named)
+        if self._cache.lengths[0] and not self._requests[0].context:
             lengths.append((self._cache.lengths[0], texts[0].shape[1]))
         return proposals
 

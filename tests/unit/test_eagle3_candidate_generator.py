@@ -214,6 +214,7 @@ WRONG_KNOBS = [
 @pytest.mark.parametrize(("knobs", "message"), WRONG_KNOBS, ids=[str(knobs) for knobs, _ in WRONG_KNOBS])
 def test_wrong_knobs_are_refused_before_anything_runs(monkeypatch, knobs, message):
     target, draft = tiny_target(), random_eagle3()
+    draft.bind_target(target)  # which probes it
     monkeypatch.setattr(type(target), "forward", lambda *args, **kwargs: pytest.fail("the target ran"))
     draft.generation_config.update(**knobs)
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -236,6 +237,7 @@ def test_drafts_may_be_deeper_than_trained():
 
 def test_batches_are_refused_before_anything_runs(monkeypatch):
     target, draft = tiny_target(), random_eagle3()
+    draft.bind_target(target)  # which probes it
     monkeypatch.setattr(type(target), "forward", lambda *args, **kwargs: pytest.fail("the target ran"))
     kwargs = {"do_sample": True, "max_new_tokens": 4, "assistant_model": draft}
     with pytest.raises(NotImplementedError, match="Eagle3 drafts one row at a time, got 2 rows"):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timing of rounds, with a clock that the models themselves push on; all its times are exact in binary."""
 
+import functools
 import re
 
 import pytest
@@ -45,7 +46,9 @@ class Clock:
 
 @pytest.fixture
 def pair():
-    return tiny_target(), random_draft()
+    target, draft = tiny_target(), random_draft()
+    draft.bind_target(target)  # which probes it once
+    return target, draft
 
 
 def run_clock(monkeypatch, pair, **kwargs):
@@ -174,8 +177,12 @@ def test_verification_passes_are_the_loops(kind):
     target = tiny_target(kind)
     draft = oracle_draft(target)
     draft.generation_config.num_assistant_tokens_schedule = "constant"
+    generate = functools.partial(
+        target.generate, random_prompt(20), assistant_model=draft, do_sample=False, max_new_tokens=8
+    )
+    generate()  # the target is probed once
     with ForwardCounter(target) as generating:
-        target.generate(random_prompt(20), assistant_model=draft, do_sample=False, max_new_tokens=8)
+        generate()
     with ForwardCounter(target) as measuring_calls:
         measure_curves(target, draft, (20,), num_repeats=2)
 
@@ -199,8 +206,10 @@ def test_rounds_are_taken_back(kind):
         seen.append((kwargs["input_ids"], outputs.logits))
         lengths.append(int(kwargs[CACHE_KEY].get_seq_length()) - kwargs["input_ids"].shape[1])
 
+    draft = random_draft()
+    draft.bind_target(target)  # which probes it
     target.register_forward_hook(look, with_kwargs=True)
-    measure_curves(target, random_draft(), (20,), num_repeats=2)
+    measure_curves(target, draft, (20,), num_repeats=2)
     target._forward_hooks.clear()
     assert lengths == [0] + [20] * 15
     prompt, longest = seen[0][0], max((ids for ids, _ in seen[1:]), key=lambda ids: ids.shape[1])

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedConfig
 
 from dspark_hf import DSparkConfig, DSparkDraftModel
 from dspark_hf.data import target_features
-from dspark_hf.decoding_rows import Row
+from dspark_hf.decoding_rows import Request
 from dspark_hf.fingerprint import fingerprint
 from dspark_hf.packed_target import check_memory
 from dspark_hf.target_structure import (
@@ -258,7 +258,7 @@ def test_memory_of_layers_that_differ(monkeypatch, available, is_refused):
     """
     target = transformers.Gemma4ForCausalLM(gemma4()).eval()
     nothing = LogitsProcessorList(), StoppingCriteriaList(), 30, GenerationConfig()
-    rows = [Row(index, random_prompt(length), *nothing) for index, length in enumerate((25, 3))]
+    rows = [Request(index, random_prompt(length), *nothing) for index, length in enumerate((25, 3))]
     monkeypatch.setattr("dspark_hf.packed_target._available_bytes", lambda device: available)
     if is_refused:
         with pytest.raises(MemoryError, match="Keys and values of 2 rows with up to 25 tokens"):
