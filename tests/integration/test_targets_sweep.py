@@ -9,26 +9,62 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import traceback
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from huggingface_hub import constants as hub_constants
 from transformers import PreTrainedModel
 
 import dspark_hf
+from dspark_hf import profiling
 from tests.helpers import random_prompt
 from tests.integration.support import ScriptedDraft, StreamerSpy, draft_config_for
 from tests.integration.tiny_targets import build, model_types
 
 
-NUM_NEW = 24
+NUM_NEW, NUM_NEW_PROFILED = 24, 40  # texts of 32 more tokens or longer have round times measured for them
 LONG, SHORT = random_prompt(20, seed=5), random_prompt(11, seed=6)  # windows are 8 wide
 PACKAGE = str(Path(dspark_hf.__file__).parent)
-# How many drafts are right: all, two of three, none; the last with as many drafts as a block holds.
+COMPATIBILITY = Path(__file__).parents[2] / "docs" / "compatibility.md"
+DOCUMENTED_RELEASE = "5.24"
+MIN_NUM_TYPES, MIN_NUM_DISTINCT = 110, 4
+
+# How many drafts are right: all, two of three, none.
 SPOILS = {"all": 10**6, "some": 3, "none": 1}
+
+# One of each mechanism, for the default suite.
+FEW = {
+    "gpt2": "learned positions",
+    "gemma3_text": "windows",
+    "deepseek_v32": "latent attention, an indexer, experts",
+    "bloom": "biases by distance, attention of its own",
+    "lfm2": "short convolutions",
+    "mamba": "recurrent state",
+    "openai-gpt": "no cache",
+    "moshi": "a window that its cache has and its masks have not",
+    "cpmant": "tokens of one pass see those after them",
+}
+
+# What docs/compatibility.md says of a refusal -> what its message says.
+REASONS = {
+    "a recurrent state that cannot be taken back": "recurrent state",
+    "a cache of the model's own kind": "cache of its own kind",
+    "no cache": "no cache",
+    "several tokens in one pass are not what they are one by one": "one by one",
+    "hidden states of several streams": "hidden states of 4 dimensions",
+    "hidden states of fewer layers than the config counts": "returned no hidden states",
+    "layers other than full and windowed attention": r"full or sliding attention.*\['(?!a window)",
+    "a window that the attention is not told of": "a window that",
+    "attention that cannot be replaced": "attention can be replaced",
+    "attention with capped scores or sinks": "plain softmax attention",
+}
 
 
 class RowsDraft(ScriptedDraft):
@@ -84,8 +120,8 @@ def rows_draft(target: PreTrainedModel, texts: Sequence[torch.Tensor], spoil: in
     return draft
 
 
-def generate(target: PreTrainedModel, prompt: torch.Tensor, **kwargs) -> torch.Tensor:
-    return target.generate(prompt, do_sample=False, max_new_tokens=NUM_NEW, **kwargs)
+def generate(target: PreTrainedModel, prompt: torch.Tensor, num_new: int = NUM_NEW, **kwargs) -> torch.Tensor:
+    return target.generate(prompt, do_sample=False, max_new_tokens=num_new, **kwargs)
 
 
 def left_padded(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,31 +132,48 @@ def left_padded(prompts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Te
     return batch, mask
 
 
-def compared(target: PreTrainedModel, prompts: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> Outcome:
-    """The texts of a call with the prompts as its rows, for drafts of every quality, held to plain generation."""
-    batch, mask = left_padded(prompts)
-    for name, schedule in itertools.product(SPOILS, (None, "constant")):
+def compared(
+    target: PreTrainedModel,
+    prompts: Sequence[torch.Tensor],
+    plain: Sequence[torch.Tensor],
+    calls: Sequence[tuple[str, str | None]] = tuple(itertools.product(SPOILS, (None, "constant"))),
+) -> Outcome:
+    """The texts of calls with the prompts as their rows, for drafts of every quality, held to plain generation."""
+    for quality, schedule in calls:
         spy = StreamerSpy() if len(prompts) == 1 else None
         try:
-            draft = rows_draft(target, plain, SPOILS[name], schedule)
+            draft = rows_draft(target, plain, SPOILS[quality], schedule)
             with dspark_hf.collect_rounds() as stats:
-                texts = generate(target, batch, attention_mask=mask, assistant_model=draft, streamer=spy)
+                batch, mask = left_padded(prompts)
+                num_new = plain[0].shape[1] - prompts[0].shape[1]
+                texts = generate(target, batch, num_new, attention_mask=mask, assistant_model=draft, streamer=spy)
         except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            words = isinstance(error, (NotImplementedError, ValueError)) and frame.filename.startswith(PACKAGE)
-            if words and (spy is None or len(spy.puts) <= 1):  # a prompt may have been put
-                return Outcome("refused", str(error))
-            where = f"{Path(frame.filename).name}:{frame.lineno} {frame.name}"
-            return Outcome("crash", f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''} ({where})")
-        num_accepted = sum(record.num_accepted for record in stats.rounds)
+            return _of_error(error, spy)
+        call = f"{quality} drafts right, schedule {schedule or 'default'}"
         for row, (prompt, text) in enumerate(zip(prompts, plain, strict=True)):
             ours, theirs = texts[row, batch.shape[1] :].tolist(), text[0, prompt.shape[1] :].tolist()
             if ours != theirs:
                 first = next(i for i, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1])
-                return Outcome("wrong text", f"row {row} from token {first} on, {name} right, schedule {schedule}")
-        if (name != "none" and schedule == "constant") != (num_accepted > 0) and schedule == "constant":
-            return Outcome("wrong acceptance", f"{num_accepted} drafts kept, {name} right, schedule {schedule}")
+                return Outcome("wrong text", f"row {row} from new token {first} on, {call}")
+        num_accepted = sum(record.num_accepted for record in stats.rounds)
+        # By chance a wrong draft of one row is right for the script of the other.
+        if schedule == "constant" and len(prompts) == 1 and (quality != "none") != (num_accepted > 0):
+            return Outcome("wrong acceptance", f"{num_accepted} drafts kept, {call}")
     return Outcome("equal")
+
+
+def _of_error(error: Exception, spy: StreamerSpy | None) -> Outcome:
+    """A refusal is an error of ours, in words, before any token; everything else is a crash."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    is_ours = isinstance(error, (NotImplementedError, ValueError)) and frame.filename.startswith(PACKAGE)
+    if is_ours and (spy is None or len(spy.puts) <= 1):  # a streamer is handed the prompt
+        return Outcome("refused", str(error))
+    place = f"{Path(frame.filename).name}:{frame.lineno}, {frame.name}"
+    return Outcome("crash", f"{_in_a_line(error)} ({place})")
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 @functools.cache
@@ -130,6 +183,99 @@ def outcomes(model_type: str) -> tuple[Outcome, Outcome]:
         target = build(model_type, model_types()[model_type])
         plain = [generate(target, prompt) for prompt in (LONG, SHORT)]
     except Exception as error:
-        message = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-        return Outcome("not built", message), Outcome("not built", message)
-    return compared(target, [LONG], plain[:1]), compared(target, [LONG, SHORT], plain)
+        return (Outcome("not built", _in_a_line(error)),) * 2
+    one_row, batch = compared(target, [LONG], plain[:1]), compared(target, [LONG, SHORT], plain)
+    if one_row.kind == "equal" and len(set(plain[0][0, LONG.shape[1] :].tolist())) < MIN_NUM_DISTINCT:
+        one_row = Outcome("trivial", str(plain[0][0].tolist()))
+    return one_row, batch
+
+
+def check(model_type: str) -> None:
+    """Fails where a text differs, or something breaks that was not refused."""
+    one_row, batch = outcomes(model_type)
+    if one_row.kind == "not built":
+        pytest.skip(f"{model_type} cannot be built and run here: {one_row.detail}")
+    assert one_row.kind in ("equal", "refused"), f"{model_type}, one row: {one_row}"
+    assert batch.kind in ("equal", "refused"), f"{model_type}, batch: {batch}"
+
+
+@pytest.mark.parametrize("model_type", [name for name in FEW if name in model_types()])
+def test_text_or_refusal(model_type):
+    check(model_type)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for name in model_types() if name not in FEW])
+def test_text_or_refusal_of_every_model_type(model_type):
+    check(model_type)
+
+
+@pytest.mark.slow
+def test_enough_model_types_are_tried():
+    tried = [name for name in model_types() if outcomes(name)[0].kind != "not built"]
+    assert len(tried) >= MIN_NUM_TYPES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [name for name in FEW if name in model_types()])
+def test_text_with_measured_round_times(model_type, tmp_path, monkeypatch):
+    if outcomes(model_type)[0].kind == "refused":
+        pytest.skip("refused")
+    monkeypatch.setenv(profiling.SWITCH, "1")
+    monkeypatch.setattr(hub_constants, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(profiling, "QUICK_REPEATS", 2)
+    target = build(model_type, model_types()[model_type])
+    prompts = [LONG, SHORT]
+    plain = [generate(target, prompt, NUM_NEW_PROFILED) for prompt in prompts]
+    calls = [(quality, None) for quality in SPOILS]
+    assert compared(target, prompts[:1], plain[:1], calls) == Outcome("equal")
+    assert compared(target, prompts, plain, calls).kind in ("equal", "refused")
+
+
+def found_refusals() -> dict[tuple[str, str], set[str]]:
+    """(Place, reason) -> model types, of what happens here."""
+    found = defaultdict(set)
+    for name in model_types():
+        one_row, batch = outcomes(name)
+        if one_row.kind == "not built":
+            found["not tried", "cannot be built in a tiny form, or does not generate from text alone"].add(name)
+            continue
+        for place, outcome in (("always", one_row), ("in batches", batch)):
+            if outcome.kind == "refused":
+                known = (words for words, pattern in REASONS.items() if re.search(pattern, outcome.detail))
+                found[place, next(known, outcome.detail)].add(name)
+                break  # what one row is refused is refused to a batch
+    return dict(found)
+
+
+def documented_refusals() -> dict[tuple[str, str], set[str]]:
+    """(Place, reason) -> model types, of docs/compatibility.md."""
+    section = COMPATIBILITY.read_text(encoding="utf-8").split("### Model types")[1].split("\n#")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "`" in line]
+    return {(row[0], row[1]): set(re.findall("`([^`]+)`", row[2])) for row in rows if len(row) == 3}
+
+
+def as_table(refusals: dict[tuple[str, str], set[str]]) -> str:
+    """The table of docs/compatibility.md."""
+    rows = [
+        f"| {place} | {reason} | {', '.join(f'`{name}`' for name in sorted(names))} |"
+        for (place, reason), names in sorted(refusals.items())
+    ]
+    return "\n".join(["| refused | why | model types |", "|---|---|---|", *rows])
+
+
+@pytest.mark.slow
+def test_documented_refusals():
+    found = found_refusals()
+    print(as_table(found))
+    if not transformers.__version__.startswith(DOCUMENTED_RELEASE):
+        pytest.skip(f"the table in docs/compatibility.md is that of transformers {DOCUMENTED_RELEASE}")
+    assert documented_refusals() == found, f"docs/compatibility.md must hold:\n{as_table(found)}"
+
+
+def test_documented_model_types_exist():
+    if not transformers.__version__.startswith(DOCUMENTED_RELEASE):
+        pytest.skip(f"the table in docs/compatibility.md is that of transformers {DOCUMENTED_RELEASE}")
+    documented = documented_refusals()
+    assert {place for place, _ in documented} == {"always", "in batches", "not tried"}
+    assert set().union(*documented.values()) <= set(model_types())

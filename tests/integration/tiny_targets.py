@@ -26,41 +26,59 @@ WINDOW = 8
 NUM_DISTINCT = 8
 _SCALES = (0.3, 0.4, 0.5, 0.2, 0.15, 0.1, 2.0)
 
-# Size -> the names it goes by. A name that a config does not have, or has as 0, is left alone.
-_SIZES: dict[int, str] = {
-    VOCAB_SIZE: "vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input",
-    32: "hidden_size d_model n_embd embedding_dim word_embed_proj_dim embedding_size input_embedding_size "
-    "output_embedding_size pronunciation_embed_dim shape_embed_dim lru_width dim_model_base backbone_hidden_size",
-    64: "intermediate_size ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim n_inner dim_ff dff d_inner emb_dim "
-    "dense_intermediate_size intermediate_size_mlp attention_hidden_size feed_forward_size mamba_d_ssm",
-    48: "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size "
-    "shared_experts_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size",
-    NUM_LAYERS: "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers "
-    "num_decoder_layers num_encoder_layers "
-    # heads
-    "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads "
-    "num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads linear_num_heads index_n_heads "
-    "linear_num_value_heads mamba_n_heads mamba_num_heads n_mamba_heads "
-    # experts, and others
-    "num_experts n_routed_experts num_local_experts moe_num_experts o_groups hc_mult gated_norm_rank",
-    2: "num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups linear_num_key_heads mamba_n_groups "
-    "n_groups mamba_ngroups kv_n_heads moe_num_experts_per_tok num_kv_shared_layers attn_layer_period "
-    "expert_layer_period n_recurrent_loops moe_top_k num_experts_per_tok num_experts_per_token moe_topk moe_k zero_expert_num",
-    1: "n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts "
-    "first_k_dense_replace num_dense_layers moe_layer_start_index num_nextn_predict_layers "
-    "attn_layer_offset expert_layer_offset n_input_layers n_output_layers loop_layer_index_start",
-    8: "head_dim d_head dim_head kv_channels attention_head_size swa_head_dim qk_rope_head_dim qk_nope_head_dim "
-    "v_head_dim rotary_dim index_head_dim linear_head_dim linear_key_head_dim linear_value_head_dim state_size mamba_d_state "
-    "ssm_state_size d_rel hidden_size_per_layer_input laurel_rank time_step_rank mamba_dt_rank adapter_rank "
-    # windows, and other reaches
-    "sliding_window sliding_window_size window_size local_attention attention_window_size attention_chunk_size "
-    "index_topk keep_window_size rel_extent chunk_size mamba_chunk_size",
-    16: "kv_lora_rank q_lora_rank o_lora_rank qk_head_dim mamba_d_head mamba_head_dim mamba_headdim "
-    "attention_head_dim router_hidden_size loop_gate_rank hc_lowrank",
-    512: "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length "
-    "original_max_position_embeddings max_target_positions",
-}
-_SIZE_OF = {name: size for size, names in _SIZES.items() for name in names.split()}
+# Sizes, and the names they go by. A name that a config does not have, or has as 0, is left alone.
+_SIZES: tuple[tuple[int, str], ...] = (
+    (VOCAB_SIZE, "vocab_size decoder_vocab_size unpadded_vocab_size vocab_size_per_layer_input"),
+    (512, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length"),
+    (512, "original_max_position_embeddings max_target_positions"),
+    # Layers
+    (NUM_LAYERS, "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers encoder_layers"),
+    (NUM_LAYERS, "num_decoder_layers num_encoder_layers"),
+    (2, "num_kv_shared_layers attn_layer_period expert_layer_period n_recurrent_loops"),
+    (1, "attn_layer_offset expert_layer_offset n_input_layers n_output_layers num_nextn_predict_layers"),
+    # Widths
+    (32, "hidden_size d_model n_embd embedding_dim word_embed_proj_dim embedding_size input_embedding_size"),
+    (
+        32,
+        "output_embedding_size pronunciation_embed_dim shape_embed_dim lru_width dim_model_base backbone_hidden_size",
+    ),
+    (
+        64,
+        "intermediate_size ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim n_inner dim_ff dff d_inner emb_dim",
+    ),
+    (64, "dense_intermediate_size intermediate_size_mlp attention_hidden_size feed_forward_size mamba_d_ssm"),
+    (48, "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size"),
+    (48, "shared_experts_intermediate_size moe_shared_expert_intermediate_size"),
+    (16, "kv_lora_rank q_lora_rank o_lora_rank router_hidden_size loop_gate_rank hc_lowrank"),
+    (8, "d_rel hidden_size_per_layer_input laurel_rank adapter_rank"),
+    (4, "o_groups hc_mult gated_norm_rank"),
+    # Heads. The scores of an indexer are sums over heads of what is above 0: with many of them no two are 0.
+    (
+        4,
+        "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads attention_heads",
+    ),
+    (4, "num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads"),
+    (2, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_query_groups"),
+    (8, "head_dim d_head dim_head kv_channels attention_head_size swa_head_dim rotary_dim"),
+    (8, "qk_rope_head_dim qk_nope_head_dim v_head_dim index_head_dim"),
+    (16, "qk_head_dim attention_head_dim index_n_heads"),
+    # Experts
+    (4, "num_experts n_routed_experts num_local_experts moe_num_experts"),
+    (2, "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k zero_expert_num"),
+    (1, "n_group topk_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts"),
+    (1, "first_k_dense_replace num_dense_layers moe_layer_start_index"),
+    # Recurrent layers
+    (4, "linear_num_heads linear_num_value_heads mamba_n_heads mamba_num_heads n_mamba_heads"),
+    (2, "linear_num_key_heads mamba_n_groups n_groups mamba_ngroups"),
+    (8, "linear_head_dim linear_key_head_dim linear_value_head_dim state_size mamba_d_state ssm_state_size"),
+    (8, "time_step_rank mamba_dt_rank chunk_size mamba_chunk_size"),
+    (16, "mamba_d_head mamba_head_dim mamba_headdim"),
+    # Reaches: all shorter than a prompt
+    (WINDOW, "sliding_window sliding_window_size window_size local_attention attention_window_size"),
+    (WINDOW, "attention_chunk_size index_topk index_block_size keep_window_size rel_extent"),
+    (2, "index_topk_blocks"),
+)
+_SIZE_OF = {name: size for size, names in _SIZES for name in names.split()}
 
 # What a model does only when it is told to.
 _SWITCHES: dict[str, Any] = {
@@ -72,7 +90,7 @@ _SWITCHES: dict[str, Any] = {
 _SPECIAL_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 _INDEXER = {
-    "indexer_n_heads": 2,
+    "indexer_n_heads": 16,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 8,
     "indexer_budget": 8,
@@ -95,6 +113,7 @@ EXCEPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         "its defaults name no attention layer",
     ),
     "lfm2_moe": ({"layer_types": ["conv", "full_attention"] * 2}, "its defaults name no layer"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, "its defaults name no convolution"),
     "mamba2": ({"head_dim": 16}, "heads must fill twice the hidden size"),
     "rwkv": ({"attention_hidden_size": 32}, "as wide as the hidden size"),
     "xmod": ({"default_language": "en_XX"}, "its text is in a language"),
@@ -109,15 +128,16 @@ EXCEPTIONS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "its defaults name no rotation",
     ),
-    "dbrx": ({"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}}, "its attention reads fields it lacks"),
+    "dbrx": (
+        {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+        "its attention reads fields it lacks",
+    ),
     "inkling2_loop_text": (
         {"n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 3},
         "the loop lies within its layers",
     ),
     "dots3_note_text": (_SLIDING_HEADS, "its windowed layers have sizes of their own"),
-    "dots3_note": (_SLIDING_HEADS, "its windowed layers have sizes of their own"),
     "qwen4_exp_text": (_INDEXER, "its defaults have no indexer"),
-    "qwen4_exp": (_INDEXER, "its defaults have no indexer"),
     "xlstm": ({"hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0}, "its sizes are rounded up to 64"),
     "reformer": (
         {"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [8, 24]},
@@ -131,7 +151,7 @@ def model_types(mapping: str = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES") -> dict[str,
     return dict(getattr(modeling_auto, mapping))
 
 
-def shrink(config_class: type[PreTrainedConfig], extra: dict[str, Any] | None = None) -> PreTrainedConfig:
+def shrink(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
     """The config of a tiny model, from the defaults of a config class."""
     default = config_class()
     fields = default.to_dict()
@@ -147,7 +167,8 @@ def shrink(config_class: type[PreTrainedConfig], extra: dict[str, Any] | None = 
         part = getattr(default, name, None)
         if isinstance(part, PreTrainedConfig):
             tiny[name] = shrink(type(part))
-    return config_class(**(tiny | (extra or {})))
+    extra, _ = EXCEPTIONS.get(config_class.model_type, ({}, ""))
+    return config_class(**(tiny | extra))
 
 
 def _tiny_value(name: str, value: Any, num_layers: int | None) -> Any:
@@ -174,11 +195,10 @@ def _distinct(values: Sequence[Any]) -> list[Any]:
 def build(model_type: str, class_name: str) -> PreTrainedModel:
     """A tiny model in fp32, whose weights are large enough for its text to depend on everything it reads."""
     model_class, config_class = getattr(transformers, class_name), CONFIG_MAPPING[model_type]
-    if hasattr(config_class(), "text_config") and not hasattr(model_class.config_class(), "text_config"):
-        config_class = model_class.config_class  # the class is that of the text model alone
-    extra, _ = EXCEPTIONS.get(model_type, ({}, ""))
+    if config_class.sub_configs and model_class.config_class is not None:
+        config_class = model_class.config_class  # of the text model alone, where the class is that
     torch.manual_seed(0)
-    model = model_class(shrink(config_class, extra)).eval()
+    model = model_class(shrink(config_class)).eval()
     texts = {}
     for scale in _SCALES:
         _fill(model, scale)
