@@ -26,7 +26,7 @@ import dspark_hf
 from dspark_hf import profiling
 from tests.helpers import random_prompt
 from tests.integration.support import ScriptedDraft, StreamerSpy, draft_config_for
-from tests.integration.tiny_targets import build, model_types
+from tests.integration.tiny_targets import IMAGE_TEXT, VARIANTS, build, model_types
 
 
 NUM_NEW, NUM_NEW_PROFILED = 24, 40  # texts of 32 more tokens or longer have round times measured for them
@@ -51,6 +51,9 @@ FEW = {
     "moshi": "a window that its cache has and its masks have not",
     "cpmant": "tokens of one pass see those after them",
 }
+
+# Models with images whose parts stay large.
+LARGE = {"janus", "kosmos-2", "kosmos-2.5", "qwen2_vl"}
 
 # What docs/compatibility.md says of a refusal -> what its message says.
 REASONS = {
@@ -180,7 +183,7 @@ def _in_a_line(error: Exception) -> str:
 def outcomes(model_type: str) -> tuple[Outcome, Outcome]:
     """Of one row, and of a batch."""
     try:
-        target = build(model_type, model_types()[model_type])
+        target = build(model_type)
         plain = [generate(target, prompt) for prompt in (LONG, SHORT)]
     except Exception as error:
         return (Outcome("not built", _in_a_line(error)),) * 2
@@ -210,6 +213,21 @@ def test_text_or_refusal_of_every_model_type(model_type):
     check(model_type)
 
 
+@pytest.mark.parametrize(
+    "variant", [name for name, (model_type, _) in VARIANTS.items() if model_type in model_types()]
+)
+def test_text_or_refusal_of_variants(variant):
+    check(variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model_type", [name for name in model_types(IMAGE_TEXT) if name not in model_types() and name not in LARGE]
+)
+def test_text_or_refusal_of_models_that_read_images(model_type):
+    check(model_type)  # with text alone
+
+
 @pytest.mark.slow
 def test_enough_model_types_are_tried():
     tried = [name for name in model_types() if outcomes(name)[0].kind != "not built"]
@@ -224,7 +242,7 @@ def test_text_with_measured_round_times(model_type, tmp_path, monkeypatch):
     monkeypatch.setenv(profiling.SWITCH, "1")
     monkeypatch.setattr(hub_constants, "HF_HOME", str(tmp_path))
     monkeypatch.setattr(profiling, "QUICK_REPEATS", 2)
-    target = build(model_type, model_types()[model_type])
+    target = build(model_type)
     prompts = [LONG, SHORT]
     plain = [generate(target, prompt, NUM_NEW_PROFILED) for prompt in prompts]
     calls = [(quality, None) for quality in SPOILS]

@@ -18,6 +18,7 @@ from transformers.models.auto import modeling_auto
 from tests.helpers import random_prompt
 
 
+CAUSAL_LM, IMAGE_TEXT = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"
 VOCAB_SIZE = 97
 NUM_LAYERS = 4
 WINDOW = 8
@@ -139,6 +140,10 @@ EXCEPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "dots3_note_text": (_SLIDING_HEADS, "its windowed layers have sizes of their own"),
     "qwen4_exp_text": (_INDEXER, "its defaults have no indexer"),
     "xlstm": ({"hidden_size": 64, "embedding_dim": 64, "qk_dim_factor": 1.0}, "its sizes are rounded up to 64"),
+    "minimax_m3_vl_text": (
+        {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2, "index_n_heads": 2},
+        "its defaults name no sparse layer",
+    ),
     "reformer": (
         {"axial_pos_shape": [16, 32], "axial_pos_embds_dim": [8, 24]},
         "its positions are a product of two tables",
@@ -146,13 +151,43 @@ EXCEPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def model_types(mapping: str = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES") -> dict[str, str]:
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 32,
+}
+# What a config can ask for beside its defaults: name -> model type and fields. Texts of the sweep have 44 tokens.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama, frequencies that grow with the text": (
+        "llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
+            "max_position_embeddings": 32,
+        },
+    ),
+    "llama, frequencies of long texts": ("llama", {"rope_parameters": _LONGROPE, "max_position_embeddings": 128}),
+    "phi3, frequencies of long texts": (
+        "phi3",
+        {"rope_parameters": _LONGROPE, "max_position_embeddings": 128, "original_max_position_embeddings": 32},
+    ),
+    "granitemoehybrid, attention only": ("granitemoehybrid", {"layer_types": ["full_attention"] * NUM_LAYERS}),
+    "gpt2, positions end with the text": ("gpt2", {"n_positions": 44}),
+    "opt, positions end with the text": ("opt", {"max_position_embeddings": 44}),
+    "bart, positions end with the text": ("bart", {"max_position_embeddings": 44}),
+    "llama4_text, scores that grow with the text": ("llama4_text", {"floor_scale": 8, "attn_scale": 0.5}),
+}
+
+
+def model_types(mapping: str = CAUSAL_LM) -> dict[str, str]:
     """Model type -> name of its class, as the installed transformers has them."""
     return dict(getattr(modeling_auto, mapping))
 
 
-def shrink(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """The config of a tiny model, from the defaults of a config class."""
+def shrink(config_class: type[PreTrainedConfig], variant: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """The config of a tiny model, from the defaults of a config class; `variant` overrides fields."""
     default = config_class()
     fields = default.to_dict()
     num_layers = getattr(default, "num_hidden_layers", None)
@@ -168,7 +203,7 @@ def shrink(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
         if isinstance(part, PreTrainedConfig):
             tiny[name] = shrink(type(part))
     extra, _ = EXCEPTIONS.get(config_class.model_type, ({}, ""))
-    return config_class(**(tiny | extra))
+    return config_class(**(tiny | extra | (variant or {})))
 
 
 def _tiny_value(name: str, value: Any, num_layers: int | None) -> Any:
@@ -192,13 +227,15 @@ def _distinct(values: Sequence[Any]) -> list[Any]:
     return [value for i, value in enumerate(values) if value not in values[:i]]
 
 
-def build(model_type: str, class_name: str) -> PreTrainedModel:
-    """A tiny model in fp32, whose weights are large enough for its text to depend on everything it reads."""
+def build(name: str) -> PreTrainedModel:
+    """A tiny fp32 model of a model type or variant; its weights are large enough to make its text vary."""
+    model_type, variant = VARIANTS.get(name, (name, {}))
+    class_name = (model_types(IMAGE_TEXT) | model_types())[model_type]
     model_class, config_class = getattr(transformers, class_name), CONFIG_MAPPING[model_type]
     if config_class.sub_configs and model_class.config_class is not None:
         config_class = model_class.config_class  # of the text model alone, where the class is that
     torch.manual_seed(0)
-    model = model_class(shrink(config_class)).eval()
+    model = model_class(shrink(config_class, variant)).eval()
     texts = {}
     for scale in _SCALES:
         _fill(model, scale)
