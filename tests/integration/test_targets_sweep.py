@@ -26,11 +26,11 @@ import dspark_hf
 from dspark_hf import profiling
 from tests.helpers import random_prompt
 from tests.integration.support import ScriptedDraft, StreamerSpy, draft_config_for
-from tests.integration.tiny_targets import IMAGE_TEXT, VARIANTS, build, model_types
+from tests.integration.tiny_targets import IMAGE_TEXT, PROMPT, VARIANTS, build, model_types
 
 
 NUM_NEW, NUM_NEW_PROFILED = 24, 40  # texts of 32 more tokens or longer have round times measured for them
-LONG, SHORT = random_prompt(20, seed=5), random_prompt(11, seed=6)  # windows are 8 wide
+SHORT = random_prompt(11, seed=6)
 PACKAGE = str(Path(dspark_hf.__file__).parent)
 COMPATIBILITY = Path(__file__).parents[2] / "docs" / "compatibility.md"
 DOCUMENTED_RELEASE = "5.24"
@@ -184,11 +184,11 @@ def outcomes(model_type: str) -> tuple[Outcome, Outcome]:
     """Of one row, and of a batch."""
     try:
         target = build(model_type)
-        plain = [generate(target, prompt) for prompt in (LONG, SHORT)]
+        plain = [generate(target, prompt) for prompt in (PROMPT, SHORT)]
     except Exception as error:
         return (Outcome("not built", _in_a_line(error)),) * 2
-    one_row, batch = compared(target, [LONG], plain[:1]), compared(target, [LONG, SHORT], plain)
-    if one_row.kind == "equal" and len(set(plain[0][0, LONG.shape[1] :].tolist())) < MIN_NUM_DISTINCT:
+    one_row, batch = compared(target, [PROMPT], plain[:1]), compared(target, [PROMPT, SHORT], plain)
+    if one_row.kind == "equal" and len(set(plain[0][0, PROMPT.shape[1] :].tolist())) < MIN_NUM_DISTINCT:
         one_row = Outcome("trivial", str(plain[0][0].tolist()))
     return one_row, batch
 
@@ -243,7 +243,7 @@ def test_text_with_measured_round_times(model_type, tmp_path, monkeypatch):
     monkeypatch.setattr(hub_constants, "HF_HOME", str(tmp_path))
     monkeypatch.setattr(profiling, "QUICK_REPEATS", 2)
     target = build(model_type)
-    prompts = [LONG, SHORT]
+    prompts = [PROMPT, SHORT]
     plain = [generate(target, prompt, NUM_NEW_PROFILED) for prompt in prompts]
     calls = [(quality, None) for quality in SPOILS]
     assert compared(target, prompts[:1], plain[:1], calls) == Outcome("equal")
