@@ -12,19 +12,13 @@ from dspark_hf.blocks import label_blocks
 from dspark_hf.data import TargetFeatures, target_features
 from dspark_hf.losses import LossWeights
 from dspark_hf.objective import BlockObjective, draft_blocks
+from tests.closeness import assert_close
 from tests.parity.golden import GOLDEN, load_pair
 
 
 NAMES = ("qwen3_vanilla", "qwen3_gated", "qwen3_rnn", "qwen3_dflash", "gemma4_vanilla", "gemma4_mix")
 CHUNK_SIZES = (7, 1024)
 DECAY = 4.0
-
-
-def assert_relatively_close(ours: torch.Tensor, golden: torch.Tensor, tolerance: float = 1e-5) -> None:
-    """The largest difference, in units of the largest value."""
-    assert ours.shape == golden.shape
-    difference = (ours - golden).abs().max() / golden.abs().max()
-    assert difference <= tolerance, f"{difference.item():.2e}"
 
 
 class Step:
@@ -97,11 +91,11 @@ def test_labels_and_masks(step):
 
 def test_logits(step):
     mask = step.golden["eval_mask"]
-    assert_relatively_close(step.column(0), step.golden["draft_logits"][mask])
-    assert_relatively_close(step.column(1), torch.softmax(step.golden["aligned_target_logits"], dim=-1)[mask])
+    assert_close(step.column(0), step.golden["draft_logits"][mask])
+    assert_close(step.column(1), torch.softmax(step.golden["aligned_target_logits"], dim=-1)[mask])
     assert torch.equal(step.column(2), step.golden["target_ids"][mask])
     if step.draft.confidence_head is not None:
-        assert_relatively_close(step.column(4), step.golden["confidence_logits"][mask])
+        assert_close(step.column(4), step.golden["confidence_logits"][mask])
 
 
 def test_terms(step):
@@ -109,13 +103,13 @@ def test_terms(step):
     names = {"cross_entropy": "ce_loss", "total_variation": "l1_loss", "confidence": "confidence_loss"}
     for ours, theirs in names.items():
         numerator, denominator = (step.golden[f"term.{theirs}_{part}"] for part in ("num", "den"))
-        torch.testing.assert_close(getattr(step.sums, ours).detach()[None], numerator, rtol=1e-5, atol=0)
+        assert_close(getattr(step.sums, ours).detach()[None], numerator)
         if denominator:
-            torch.testing.assert_close(step.sums.weight[None], denominator, rtol=1e-5, atol=0)
+            assert_close(step.sums.weight[None], denominator)
 
 
 def test_total_loss(step):
-    torch.testing.assert_close(step.loss.detach()[None], step.golden["total_loss"], rtol=1e-5, atol=0)
+    assert_close(step.loss.detach()[None], step.golden["total_loss"])
 
 
 def test_gradients(step):
@@ -124,7 +118,7 @@ def test_gradients(step):
     assert set(ours) == set(expected)
     for name, grad in ours.items():
         assert grad is not None, name
-        assert_relatively_close(grad, expected[name])
+        assert_close(grad, expected[name])
 
 
 def test_acceptance_of_each_slot(step):
@@ -132,5 +126,5 @@ def test_acceptance_of_each_slot(step):
     mask = step.golden["eval_mask"]
     q, p = (torch.softmax(step.golden[name], dim=-1) for name in ("draft_logits", "aligned_target_logits"))
     rates = torch.minimum(q, p).sum(dim=-1) * mask
-    torch.testing.assert_close(step.slots.acceptance_rate, rates.sum(dim=(0, 1)), rtol=1e-4, atol=0)
+    assert_close(step.slots.acceptance_rate, rates.sum(dim=(0, 1)))
     assert torch.equal(step.slots.count, mask.sum(dim=(0, 1)).float())

@@ -9,6 +9,7 @@ from scipy.stats import chisquare
 
 from dspark_hf.data import target_features
 from dspark_hf.row_generation import RowGenerator, RowRequest, SamplingSettings, sample_rows
+from tests.closeness import assert_close
 from tests.helpers import random_prompt, tiny_target
 
 
@@ -142,7 +143,7 @@ def test_target_attends_to_the_past_only_while_rows_are_written():
     plain = target.generate(ids, do_sample=False, max_new_tokens=4)
     for _ in RowGenerator(target, GREEDY, frozenset(), 2).run(requests([3, 5])):
         during = target_features(target, ids, [0, 2]).last_hidden_states
-        torch.testing.assert_close(during, before, rtol=1e-4, atol=1e-4)
+        assert_close(during, before)
         assert torch.equal(target.generate(ids, do_sample=False, max_new_tokens=4), plain)
 
 
