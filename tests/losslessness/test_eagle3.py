@@ -34,6 +34,8 @@ from tests.eagle3_support import oracle_eagle3, random_eagle3, uncached_chain
 from tests.helpers import random_prompt, tiny_target
 from tests.losslessness import test_greedy_exact as greedy
 from tests.losslessness.distributions import (
+    ALPHA,
+    CERTAIN,
     VOCAB_SIZE,
     chi_square_p_value,
     exact_texts,
@@ -42,7 +44,6 @@ from tests.losslessness.distributions import (
 )
 
 
-ALPHA, CERTAIN = 1e-3, 1e-5
 KINDS = ("qwen3", "qwen3_sliding", "llama", "mistral", "gemma3")
 BIGRAM = 0.003  # how little else than the last token counts in a target that the oracle knows
 CASES_PER_KIND = 16  # 5 * 16 = 80 calls

