@@ -20,7 +20,8 @@ from transformers import LogitsProcessor
 # Seen between instruction sets: 49 units. Allowed: 3e-5 of the scale in fp32. A random change of 1e-3 in any one
 # tensor of a golden draft moves the result by more.
 ROUNDING = 256.0
-# For weights after a few steps of an optimizer that divides by the size of the gradients.
+# For gradients, where terms of either sign nearly cancel, and for weights after a few steps of an optimizer that
+# divides by the size of the gradients.
 TRAINED = 1024.0
 # Two logits that both move by 49 units change places only if one leads by less than 98.
 SAFE_LEAD = 200.0
