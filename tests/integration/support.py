@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from dspark_hf import AcceptanceStats, DSparkConfig, DSparkDraftModel
 from dspark_hf._compat import CACHE_KEY
 from dspark_hf.target_probe import NUM_TOKENS
+from tests.closeness import assert_close
 from tests.helpers import VOCAB_SIZE, tiny_target
 
 
@@ -144,7 +145,7 @@ def assert_same_cache(cache: Any, expected: Any) -> None:
     states, expected_states = cache_states(cache), cache_states(expected)
     assert [state.shape for state in states] == [state.shape for state in expected_states]
     for state, expected_state in zip(states, expected_states, strict=True):
-        torch.testing.assert_close(state, expected_state, rtol=1e-4, atol=1e-4)
+        assert_close(state, expected_state)
     assert not any(getattr(layer, "record_past", False) for layer in cache.layers)
 
 

@@ -29,6 +29,7 @@ from dspark_hf import (
     packed_target,
 )
 from dspark_hf._compat import CACHE_KEY
+from tests.closeness import assert_close
 from tests.helpers import character_tokenizer, oracle_draft, random_prompt, tiny_target
 
 
@@ -71,8 +72,8 @@ def test_scores_and_logits_of_every_row(pair):
         plain = target.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         for step in range(steps):
             if step < len(plain.scores):
-                torch.testing.assert_close(output.scores[step][row], plain.scores[step][0], atol=1e-4, rtol=1e-4)
-                torch.testing.assert_close(output.logits[step][row], plain.logits[step][0], atol=1e-4, rtol=1e-4)
+                assert_close(output.scores[step][row], plain.scores[step][0])
+                assert_close(output.logits[step][row], plain.logits[step][0])
             else:
                 assert not output.scores[step][row].any()  # the text has ended
     assert output.acceptance_stats.num_rounds == sum(record.request in (0, 1) for record in stats_of(output))

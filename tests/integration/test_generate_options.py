@@ -6,6 +6,7 @@ import torch
 from transformers import GenerationConfig
 
 import dspark_hf
+from tests.closeness import assert_close
 from tests.helpers import random_prompt
 from tests.integration.support import (
     captured_log,
@@ -132,7 +133,7 @@ def test_confidences_of_cut_slots_are_recorded(target, prompt, plain, draft):
             prompt, assistant_model=draft, do_sample=False, max_new_tokens=NUM_NEW, assistant_confidence_threshold=0.75
         )
     assert stats.rounds[0].verify_length == 2
-    assert stats.rounds[0].confidence == pytest.approx((0.9, 0.8, 0.7, 0.6), abs=1e-6)
+    assert_close(stats.rounds[0].confidence, [0.9, 0.8, 0.7, 0.6])
 
 
 def test_constant_schedule_always_sends_the_block(target, prompt, plain, draft):

@@ -7,6 +7,7 @@ from transformers import GenerationConfig
 
 import dspark_hf
 from dspark_hf._compat import CACHE_KEY
+from tests.closeness import assert_close
 from tests.helpers import random_prompt
 from tests.integration.support import (
     ForwardCounter,
@@ -159,7 +160,7 @@ def test_outputs_equal_those_of_plain_generation(prompt):
         assert len(ours) == len(theirs) == NUM_NEW
         for entry, expected_entry in zip(ours, theirs, strict=True):
             assert entry.dtype == expected_entry.dtype
-            torch.testing.assert_close(entry, expected_entry, rtol=1e-4, atol=1e-3)
+            assert_close(entry, expected_entry)
     assert not torch.equal(output.scores[0], output.logits[0])
     for name in ("hidden_states", "attentions"):
         ours, theirs = getattr(output, name), getattr(expected, name)
@@ -167,7 +168,7 @@ def test_outputs_equal_those_of_plain_generation(prompt):
         for entry, expected_entry in zip(ours, theirs, strict=True):
             assert len(entry) == len(expected_entry)
             for layer, expected_layer in zip(entry, expected_entry, strict=True):
-                torch.testing.assert_close(layer, expected_layer, rtol=1e-4, atol=1e-3)
+                assert_close(layer, expected_layer)
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3"])
@@ -184,7 +185,7 @@ def test_attentions_of_windowed_targets(kind, prompt):
             num_front = layer.shape[-1] - expected_layer.shape[-1]
             assert 0 <= num_front < 5
             assert not layer[..., :num_front].any()
-            torch.testing.assert_close(layer[..., num_front:], expected_layer, rtol=1e-4, atol=1e-3)
+            assert_close(layer[..., num_front:], expected_layer)
 
 
 def test_attentions_asked_of_an_implementation_that_has_none(target, prompt, plain, draft):
@@ -213,7 +214,7 @@ def test_transition_scores(target, prompt, draft):
     expected, output = generate(target, prompt, **wanted), generate(target, prompt, draft, **wanted)
     scores = target.compute_transition_scores(output.sequences, output.scores, normalize_logits=True)
     expected_scores = target.compute_transition_scores(expected.sequences, expected.scores, normalize_logits=True)
-    torch.testing.assert_close(scores, expected_scores, rtol=1e-4, atol=1e-3)
+    assert_close(scores, expected_scores)
 
 
 # Statistics

@@ -149,15 +149,16 @@ def test_a_pair_that_changed_is_measured_anew(pair):
     profiles = [profile_for(target, draft, 64), profile_for(target.bfloat16(), draft.bfloat16(), 64)]
     target.set_attn_implementation("eager")
     profiles.append(profile_for(target, draft, 64))
-    torch.set_num_threads(2)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads + 1)
     try:
         profiles.append(profile_for(target, draft, 64))
     finally:
-        torch.set_num_threads(1)
+        torch.set_num_threads(num_threads)
     found = [profile.fingerprint for profile in profiles]
     assert [values["dtype"] for values in found] == ["float32", *["bfloat16"] * 3]
     assert [values["attention"] for values in found] == ["sdpa", "sdpa", "eager", "eager"]
-    assert [values["num_threads"] for values in found] == [1, 1, 1, 2]
+    assert [values["num_threads"] for values in found] == [*[num_threads] * 3, num_threads + 1]
     assert len(list(profile_path(target, draft).parent.iterdir())) == 4
 
 
@@ -233,13 +234,21 @@ def test_threads_with_different_pairs_wait_for_one_another(monkeypatch):
 
 
 def test_a_known_answer_costs_next_to_nothing(pair):
-    profile_for(*pair, 64)
-    seconds = []
-    for _ in range(200):
-        start = time.perf_counter()
-        profile_for(*pair, 64)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 1e-4
+    """Beside a forward pass, even of a target as small as this one."""
+    target, draft = pair
+
+    def fastest(call) -> float:
+        seconds = []
+        for _ in range(200):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    profile_for(target, draft, 64)
+    with torch.no_grad():
+        forward_s = fastest(lambda: target(torch.tensor([[5]])))
+    assert fastest(lambda: profile_for(target, draft, 64)) < forward_s / 10
 
 
 def test_answers_do_not_keep_models_alive():

@@ -6,6 +6,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 import dspark_hf
+from tests.closeness import assert_close
 from tests.integration.support import (
     assert_same_cache,
     draft_config_for,
@@ -157,7 +158,7 @@ def test_base_logits_and_sizes_are_those_of_the_text_model(target):
     with torch.no_grad():
         outputs = target(text_prompt(), output_hidden_states=True)
         logits = draft.bind_target(target).logits(outputs.hidden_states[-1])
-    torch.testing.assert_close(logits, outputs.logits)
+    assert_close(logits, outputs.logits)
 
 
 def test_a_chat_that_began_without_a_draft_goes_on_with_one(target):

@@ -6,6 +6,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import dspark_hf
+from tests.closeness import assert_close
 from tests.helpers import random_prompt
 from tests.integration.support import expected_accepted, lively_target, num_accepted, scripted_draft
 
@@ -59,4 +60,4 @@ def test_base_logits_pass_through_the_adapter_of_the_lm_head():
     outputs = target(prompt, output_hidden_states=True)
     for bound in (target, target.get_base_model()):
         logits = draft.bind_target(bound).logits(outputs.hidden_states[-1])
-        torch.testing.assert_close(logits, outputs.logits)
+        assert_close(logits, outputs.logits)

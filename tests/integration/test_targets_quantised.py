@@ -6,6 +6,7 @@ import torch
 from transformers import BitsAndBytesConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import dspark_hf
+from tests.closeness import assert_close
 from tests.helpers import random_prompt
 from tests.integration.support import (
     assert_same_up_to_near_ties,
@@ -98,7 +99,7 @@ def test_quantised_lm_head(folder, kind):
     with torch.no_grad():
         outputs = target(random_prompt(11), output_hidden_states=True)
         binding = dspark_hf.DSparkDraftModel(draft_config_for(target)).bind_target(target)
-        torch.testing.assert_close(binding.logits(outputs.hidden_states[-1]), outputs.logits)
+        assert_close(binding.logits(outputs.hidden_states[-1]), outputs.logits)
 
 
 def test_a_draft_in_half_precision(folder):

@@ -16,6 +16,7 @@ from dspark_hf.data import SequenceDataset
 from dspark_hf.feature_cache import FeatureCache
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
 from dspark_hf.warm_start import copy_target_head
+from tests.closeness import TRAINED, assert_close
 from tests.helpers import random_draft, tiny_target
 from tests.training_support import StopAt, greedy_sequences, losses, peaked, trainer_for
 
@@ -51,11 +52,6 @@ def sequences(target):
 
 def parameters(trainer: DSparkTrainer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in trainer.draft.named_parameters()}
-
-
-def assert_same(ours, theirs, tolerance):
-    for name, value in ours.items():
-        torch.testing.assert_close(value, theirs[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # Overfitting: the best test there is that training and decoding mean the same by everything
@@ -120,8 +116,8 @@ def test_accumulation_is_a_larger_batch(tmp_path, target, sequences, strategy):
         trainer.train()
         trained.append((losses(trainer), parameters(trainer)))
     for other_losses, other in trained[1:]:
-        assert other_losses == pytest.approx(trained[0][0], rel=1e-5)
-        assert_same(other, trained[0][1], 2e-6)
+        assert_close(other_losses, trained[0][0])
+        assert_close(other, trained[0][1], TRAINED)
 
 
 def test_last_step_of_an_epoch_may_be_smaller(tmp_path, target, sequences):
@@ -139,8 +135,8 @@ def test_last_step_of_an_epoch_may_be_smaller(tmp_path, target, sequences):
         trainer.train()
         assert trainer.state.global_step == 6
         trained.append((losses(trainer), parameters(trainer)))
-    assert trained[0][0] == pytest.approx(trained[1][0], rel=1e-5)
-    assert_same(trained[0][1], trained[1][1], 2e-6)
+    assert_close(trained[0][0], trained[1][0])
+    assert_close(trained[0][1], trained[1][1], TRAINED)
 
 
 class EpochSpy(DSparkTrainer):
@@ -201,8 +197,8 @@ def test_cached_features_give_the_losses_of_online_ones(tmp_path, target, sequen
     cached = trainer_for(tmp_path, idle, sequences, train_dataset=cache, max_steps=5)
     cached.train()
     assert runs == []
-    assert losses(cached) == pytest.approx(losses(online), rel=1e-5)
-    assert_same(parameters(cached), parameters(online), 2e-5)
+    assert_close(losses(cached), losses(online))
+    assert_close(parameters(cached), parameters(online), TRAINED)
 
 
 # The target, and what is saved
@@ -255,7 +251,7 @@ def test_figures_are_logged_at_every_step(tmp_path, target, sequences):
         assert 0 <= entry["confidence_error"] <= 1
         assert all(0 <= entry[f"acceptance_rate_{slot}"] <= 1 for slot in range(BLOCK))
         parts = 0.1 * entry["cross_entropy"] + 0.9 * 2 * entry["total_variation"] + entry["confidence_loss"]
-        assert entry["loss"] == pytest.approx(parts, rel=1e-4)
+        assert_close(entry["loss"], parts)
     assert steps[-1]["loss"] < steps[0]["loss"]
 
 
@@ -267,7 +263,7 @@ def test_figures_of_several_steps_are_pooled(tmp_path, target, sequences):
     coarse.train()
     (entry,) = [entry for entry in coarse.state.log_history if "loss" in entry]
     each = [entry for entry in fine.state.log_history if "loss" in entry]
-    assert entry["loss"] == pytest.approx(sum(e["loss"] for e in each) / 4, rel=1e-4)
+    assert_close(entry["loss"], sum(e["loss"] for e in each) / 4)
     assert min(e["accepted_length"] for e in each) < entry["accepted_length"] < max(e["accepted_length"] for e in each)
 
 
@@ -279,7 +275,7 @@ def test_evaluation_takes_in_the_heads(tmp_path, target, sequences):
         trainer.draft.confidence_head.proj.bias.add_(3.0)
     changed = trainer.evaluate()
     assert changed["eval_confidence_loss"] > before["eval_confidence_loss"] + 0.5
-    assert changed["eval_cross_entropy"] == pytest.approx(before["eval_cross_entropy"])
+    assert_close(changed["eval_cross_entropy"], before["eval_cross_entropy"])
     with torch.no_grad():
         trainer.draft.markov_head.markov_w2.weight.add_(50 * torch.randn(97, 8))
     again = trainer.evaluate()
@@ -297,7 +293,7 @@ def test_evaluation_is_the_same_each_time_and_for_every_batch_size(tmp_path, tar
     assert {"eval_loss", "eval_accepted_length", "eval_confidence_error", "eval_acceptance_rate_3"} <= set(names)
     for other in results[1:]:
         for name in names:
-            assert other[name] == pytest.approx(results[0][name], rel=1e-5), name
+            assert_close(other[name], results[0][name])
 
 
 def test_evaluation_during_training_leaves_training_as_it_is(tmp_path, target, sequences):
@@ -391,8 +387,8 @@ def test_activation_checkpointing_changes_nothing(tmp_path, target, sequences):
     switch = {new_name if has_new_name else "gradient_checkpointing": True}
     saving = trainer_for(tmp_path, target, sequences, max_steps=3, **switch)
     saving.train()
-    assert losses(saving) == pytest.approx(losses(plain), rel=1e-6)
-    assert_same(parameters(saving), parameters(plain), 1e-5)
+    assert_close(losses(saving), losses(plain))
+    assert_close(parameters(saving), parameters(plain), TRAINED)
 
 
 def test_log_is_plain_numbers(tmp_path, target, sequences):

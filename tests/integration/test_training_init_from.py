@@ -9,6 +9,7 @@ import torch
 from dspark_hf import DSparkDraftModel
 from dspark_hf.train_draft import DraftArguments, new_draft
 from dspark_hf.warm_start import reduce_vocabulary
+from tests.closeness import assert_close
 from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target, uncached_block
 from tests.training_support import greedy_sequences, word_tokenizer
 
@@ -62,11 +63,11 @@ def test_reduced_draft_says_the_same_of_the_kept_tokens(target, head):
     with torch.no_grad():
         whole = draft.base_logits(hidden, draft.bind_target(target))
         part = reduced.base_logits(hidden, reduced.bind_target(target))
-        torch.testing.assert_close(part, whole[:, KEPT])
+        assert_close(part, whole[:, KEPT])
         if head is not None:
             features = torch.randn(3, draft.config.markov_rank, generator=torch.Generator().manual_seed(1))
             bias = draft.markov_head.markov_w2(features)[:, KEPT]
-            torch.testing.assert_close(reduced.markov_head.markov_w2(features), bias)
+            assert_close(reduced.markov_head.markov_w2(features), bias)
         block = uncached_block(target, reduced, text)
     assert set(block.token_ids[0].tolist()) <= set(KEPT)
     assert draft.config.draft_vocab_size is None, "the other draft is left alone"

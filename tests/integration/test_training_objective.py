@@ -22,6 +22,7 @@ from dspark_hf.training import (
     EpochLengthSampler,
     draft_blocks,
 )
+from tests.closeness import assert_close
 from tests.helpers import random_draft, random_prompt, tiny_config, tiny_target
 from tests.training_support import trainer_for
 
@@ -63,27 +64,27 @@ def test_figures_by_hand(chunk_size):
     Whole blocks: 1 + 1 + 1 * 0.5 = 2.5 and 1 + 0.5 + 0.5 * 1 = 2. Acceptance: 0.1 + 0.1 + 0.3 + 0.2 = 0.7 anywhere.
     """
     sums, slots = evaluate(draft_of(), chunk_size=chunk_size)
-    assert slots.accepted_length.item() == pytest.approx(4.5)
+    assert_close(slots.accepted_length, 4.5)
     assert slots.num_blocks.item() == 2  # the block that the end cuts short says nothing about whole ones
-    assert slots.acceptance_rate.tolist() == pytest.approx([3 * 0.7, 2 * 0.7])
+    assert_close(slots.acceptance_rate, [3 * 0.7, 2 * 0.7])
     assert slots.count.tolist() == [3, 2]
     assert slots.confidence_error.tolist() == [0, 0]
-    assert sums.cross_entropy.item() == pytest.approx(-sum(math.log(q) for q in (0.3, 0.2, 0.1, 0.3, 0.3)))
-    assert sums.total_variation.item() == pytest.approx(5 * 2 * 0.3)
+    assert_close(sums.cross_entropy, -sum(math.log(q) for q in (0.3, 0.2, 0.1, 0.3, 0.3)))
+    assert_close(sums.total_variation, 5 * 2 * 0.3)
     assert sums.weight.item() == 5
 
 
 def test_later_slots_weigh_less():
     sums, _ = evaluate(draft_of(), decay=4.0)
     later = math.exp(-0.25)
-    assert sums.weight.item() == pytest.approx(3 + 2 * later)
-    assert sums.total_variation.item() == pytest.approx(0.6 * (3 + 2 * later))
+    assert_close(sums.weight, 3 + 2 * later)
+    assert_close(sums.total_variation, 0.6 * (3 + 2 * later))
 
 
 def test_draft_like_its_target_is_always_accepted():
     _, slots = evaluate(draft_of(), q=P)
-    assert slots.accepted_length.item() / slots.num_blocks.item() == pytest.approx(3)
-    assert slots.acceptance_rate.tolist() == pytest.approx([3, 2])
+    assert_close(slots.accepted_length / slots.num_blocks, 3)
+    assert_close(slots.acceptance_rate, [3, 2])
 
 
 def test_text_that_the_target_would_never_write():
@@ -100,8 +101,8 @@ def test_confidence_error_is_the_distance_to_the_acceptance_rate():
         draft.confidence_head.proj.weight.zero_()
         draft.confidence_head.proj.bias.fill_(math.log(0.6 / 0.4))
     sums, slots = evaluate(draft)
-    assert slots.confidence_error.tolist() == pytest.approx([3 * 0.1, 2 * 0.1])
-    assert sums.confidence.item() == pytest.approx(-5 * (0.7 * math.log(0.6) + 0.3 * math.log(0.4)))
+    assert_close(slots.confidence_error, [3 * 0.1, 2 * 0.1])
+    assert_close(sums.confidence, -5 * (0.7 * math.log(0.6) + 0.3 * math.log(0.4)))
 
 
 def test_reduced_vocabulary_by_hand():
@@ -115,11 +116,11 @@ def test_reduced_vocabulary_by_hand():
         draft.lm_head.weight.copy_(torch.eye(4)[[0, 2]])
     sums, slots = evaluate(draft, q=torch.tensor([0.4, 0.5, 0.6, 0.7]))
     assert draft.draft_token_ids().tolist() == [0, 2]
-    assert sums.total_variation.item() == pytest.approx(5 * 1.2)
-    assert slots.acceptance_rate.tolist() == pytest.approx([3 * 0.4, 2 * 0.4])
-    assert sums.cross_entropy.item() == pytest.approx(-3 * math.log(0.6))  # three labels are 2
+    assert_close(sums.total_variation, 5 * 1.2)
+    assert_close(slots.acceptance_rate, [3 * 0.4, 2 * 0.4])
+    assert_close(sums.cross_entropy, -3 * math.log(0.6))  # three labels are 2
     assert sums.weight.item() == 5
-    assert slots.accepted_length.item() == pytest.approx(2 + 1)
+    assert_close(slots.accepted_length, 2 + 1)
 
 
 def test_no_block_at_all():
@@ -185,11 +186,11 @@ def test_chunks_change_nothing(target, variant):
         loss.backward()
         losses.append(loss.item())
         grads.append({name: p.grad.clone() for name, p in draft.named_parameters()})
-    assert losses[0] == pytest.approx(losses[2], rel=1e-5)
-    assert losses[1] == pytest.approx(losses[2], rel=1e-5)
+    assert_close(losses[0], losses[2])
+    assert_close(losses[1], losses[2])
     for name, grad in grads[2].items():
         for other in grads[:2]:
-            torch.testing.assert_close(other[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+            assert_close(other[name], grad)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -208,7 +209,7 @@ def test_blocks_together_are_blocks_alone(target, variant):
                     context_hidden_states=features.context_hidden_states[row : row + 1, :anchor],
                     position_ids=torch.arange(anchor + 4)[None],
                 ).last_hidden_state
-                torch.testing.assert_close(together[row, index], alone[0], rtol=1e-4, atol=1e-4)
+                assert_close(together[row, index], alone[0])
 
 
 def test_no_gradient_reaches_the_target(target):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from dspark_hf.data import SequenceDataset, TrainingSequence
 from dspark_hf.train_draft import DataArguments, DraftArguments, train_draft
 from dspark_hf.training import DSparkTrainingArguments
+from tests.closeness import TRAINED, assert_close
 from tests.helpers import random_draft, random_prompt
 from tests.integration.test_training_resume import DRAFT, target_without_mask
 from tests.training_support import greedy_sequences, losses, trainer_for, word_tokenizer
@@ -203,25 +204,23 @@ def result(folder, name):
     return json.loads((folder / name / "result.json").read_text())
 
 
-def assert_same_weights(one, two, tolerance):
+def assert_same_weights(one, two):
     ours, theirs = load_file(two / "model.safetensors"), load_file(one / "model.safetensors")
-    assert set(ours) == set(theirs)
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    assert_close(ours, theirs, TRAINED)
 
 
 def test_two_processes_train_what_one_trains(one, two):
     ours, theirs = result(two, "grouped"), result(one, "grouped")
     assert len(ours["losses"]) == 4
-    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
-    assert_same_weights(one / "grouped", two / "grouped", 5e-6)
+    assert_close(ours["losses"], theirs["losses"])
+    assert_same_weights(one / "grouped", two / "grouped")
 
 
 def test_figures_are_those_of_all_processes(one, two):
     ours, theirs = ([entry for entry in result(folder, "grouped")["log"] if "loss" in entry] for folder in (two, one))
     for entry, other in zip(ours, theirs, strict=True):
         for name in ("accepted_length", "cross_entropy", "total_variation", "confidence_error", "acceptance_rate_0"):
-            assert entry[name] == pytest.approx(other[name], rel=1e-4), name
+            assert_close(entry[name], other[name])
 
 
 @pytest.mark.parametrize("name", ["grouped", "from_data"])
@@ -230,17 +229,17 @@ def test_rows_that_fill_up_the_last_batch_count_once(one, two, name):
     compared = [key for key in theirs if key.startswith("eval_") and not key.endswith(("time", "per_second"))]
     assert {"eval_loss", "eval_accepted_length", "eval_acceptance_rate_3"} <= set(compared)
     for key in compared:
-        assert ours[key] == pytest.approx(theirs[key], rel=1e-4), key
+        assert_close(ours[key], theirs[key])
 
 
 def test_process_without_an_anchor_does_not_hang(one, two):
     ours, theirs = result(two, "idle"), result(one, "idle")
-    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5)
-    assert_same_weights(one / "idle", two / "idle", 5e-6)
+    assert_close(ours["losses"], theirs["losses"])
+    assert_same_weights(one / "idle", two / "idle")
 
 
 def test_processes_share_one_feature_cache(one, two):
-    assert_same_weights(one / "from_data" / "run", two / "from_data" / "run", 5e-6)
+    assert_same_weights(one / "from_data" / "run", two / "from_data" / "run")
     names = [sorted(path.name for path in (f / "from_data" / "features" / "train").iterdir()) for f in (one, two)]
     assert names[0] == names[1] == [".lock", "features-00000.safetensors", "manifest.json"]
 

@@ -18,6 +18,7 @@ from dspark_hf import DSparkDraftModel
 from dspark_hf import train_draft as module
 from dspark_hf.train_draft import DataArguments, DraftArguments, new_draft, read_sequences, train_draft
 from dspark_hf.training import DSparkTrainingArguments
+from tests.closeness import TRAINED, assert_close
 from tests.helpers import tiny_target
 from tests.integration.support import captured_log
 from tests.training_support import greedy_sequences, word_tokenizer
@@ -309,7 +310,7 @@ def test_features_are_kept_beside_the_run(tmp_path, data, target, unbroken, monk
     run(tmp_path / "one", data, target, data_arguments={"feature_cache": str(cache)})
     assert built == ["train", "held_out"]
     online, cached = logged(unbroken[0], 12), logged(tmp_path / "one", 12)
-    assert [loss for _, loss, _ in cached] == pytest.approx([loss for _, loss, _ in online], rel=1e-4)
+    assert_close([loss for _, loss, _ in cached], [loss for _, loss, _ in online], TRAINED)
     files = {path: path.stat().st_mtime_ns for path in cache.rglob("*.safetensors")}
     run(tmp_path / "two", data, target, data_arguments={"feature_cache": str(cache)})
     assert logged(tmp_path / "two", 12) == cached

@@ -12,10 +12,9 @@ from transformers import LogitsProcessorList
 
 from dspark_hf import SPSCurve, collect_rounds, generate_many, stopping_criteria
 from tests.helpers import TARGET_KINDS, oracle_draft, random_prompt, spread_confidence, tiny_target
-from tests.losslessness.distributions import chi_square_p_value, exact_texts, sampling_pair
+from tests.losslessness.distributions import ALPHA, chi_square_p_value, exact_texts, sampling_pair
 
 
-ALPHA = 1e-3
 SCHEDULES = ("constant", "confidence", "capacity", "lookahead", "hardware")
 
 

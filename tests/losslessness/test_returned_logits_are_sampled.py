@@ -21,8 +21,9 @@ from transformers.generation import (
 
 import dspark_hf.drawing as drawing
 from dspark_hf import DSparkCandidateGenerator, collect_rounds, integration
+from tests.closeness import assert_close
 from tests.helpers import oracle_draft, random_draft, random_prompt, spread_confidence, tiny_target, uncached_block
-from tests.losslessness.distributions import VOCAB_SIZE, sampling_pair, transition_p_value
+from tests.losslessness.distributions import ALPHA, VOCAB_SIZE, sampling_pair, transition_p_value
 
 
 DRAFTS = {
@@ -116,7 +117,7 @@ def test_logits_are_the_ones_sampled_from(monkeypatch, name, processors, knobs):
         for slot in range(length):
             prefix = torch.cat([text, drafts[:, :slot]], dim=1)
             row = over_target_vocabulary(draft, block.draft_logits[:, slot].float())
-            torch.testing.assert_close(logits[:, slot], PROCESSORS[processors]()(prefix, row), atol=1e-4, rtol=1e-4)
+            assert_close(logits[:, slot], PROCESSORS[processors]()(prefix, row))
     assert max(lengths) > 0
     if knobs == "two tokens":
         assert lengths == {2}
@@ -199,7 +200,7 @@ def test_stock_loop_gives_returned_logits_per_token(stock_loop):
     plain = target.generate(random_prompt(9), **kwargs)
     drafted = target.generate(random_prompt(9), assistant_model=oracle_draft(target), **kwargs)
     assert torch.equal(plain.sequences, drafted.sequences)
-    torch.testing.assert_close(torch.cat(drafted.logits), torch.cat(plain.logits), atol=1e-4, rtol=1e-4)
+    assert_close(torch.cat(drafted.logits), torch.cat(plain.logits))
     assert sum(stock_loop) > 0
 
 
@@ -215,7 +216,7 @@ def test_stock_loop_samples_the_targets_distribution(stock_loop, knobs):
     logits = target(torch.arange(VOCAB_SIZE)[:, None]).logits[:, -1].float()
     processors = LogitsProcessorList([TemperatureLogitsWarper(0.6), TopKLogitsWarper(8)])
     expected = processors(torch.arange(VOCAB_SIZE)[:, None], logits).softmax(-1)
-    assert transition_p_value(text, expected) > 1e-3
+    assert transition_p_value(text, expected) > ALPHA
 
 
 def test_no_state_is_left_on_the_draft():

@@ -30,6 +30,7 @@ from dspark_hf.scheduling import (
     ThresholdScheduler,
     mean_survival,
 )
+from tests.closeness import assert_close
 from tests.losslessness.test_non_anticipating import CONFIDENCE, SPS, first_token
 
 
@@ -137,7 +138,7 @@ def test_counterexample_of_the_appendix(monkeypatch, make, past, earlier):
     def length(confidence: tuple[float, float]) -> int:
         return int(decide(make, rounds, torch.tensor([confidence]), RoundOutlook(APPENDIX, past)))
 
-    assert first_token(monkeypatch, length) == pytest.approx([0.7, 0.3])
+    assert_close(first_token(monkeypatch, length), [0.7, 0.3])
 
 
 def test_what_is_sent_in_the_appendix():
@@ -160,7 +161,7 @@ def test_search_without_early_stop_changes_the_distribution(monkeypatch, past):
     def length(confidence: tuple[float, float]) -> int:
         return int(decide(SearchScheduler, [], torch.tensor([confidence]), RoundOutlook(APPENDIX, past)))
 
-    assert first_token(monkeypatch, length) == pytest.approx([0.85, 0.15])
+    assert_close(first_token(monkeypatch, length), [0.85, 0.15])
 
 
 # Whole texts, by enumeration.
@@ -284,9 +285,9 @@ def test_pieces_of_the_enumeration():
     for text, p in pair.target.items():
         q = pair.draft[text]
         for token in range(3):
-            assert pair.accepted[(*text, token)] == pytest.approx(min(1.0, float(p[token] / q[token])), abs=1e-6)
+            assert_close(pair.accepted[(*text, token)], min(1.0, float(p[token] / q[token])), scale=1.0)
         rest = (p - q).clamp(min=0)
-        torch.testing.assert_close(pair.residual[text], rest / rest.sum(), rtol=1e-5, atol=1e-6)
+        assert_close(pair.residual[text], rest / rest.sum())
     assert float(pair.plain(()).sum()) == pytest.approx(1.0)
     assert float(pair.committed((0, 1), 2).sum()) == pytest.approx(1.0)
 
@@ -300,7 +301,7 @@ def test_texts_are_those_of_the_target(make, num_requests, vocab_size, num_slots
     for _ in range(NUM_SITUATIONS):
         pairs = [some_pair(rng, vocab_size, num_slots) for _ in range(num_requests)]
         law, seen = joint_law(make, pairs, some_situation(rng, num_requests, num_slots))
-        torch.testing.assert_close(law, plain_law(pairs), rtol=0, atol=1e-6)
+        assert_close(law, plain_law(pairs))
         lengths |= seen
     assert make in (CAUSAL["nothing"], CAUSAL["fixed"]) or len(lengths) > 1
 

@@ -12,17 +12,17 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from dspark_hf import DSparkCandidateGenerator, DSparkDraftModel, collect_rounds
+from tests.closeness import assert_close
 from tests.helpers import uncached_block
 
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
-TOLERANCE = {"atol": 1e-5, "rtol": 0.0}
 
 
 def load_pair(
     folder: Path, target_folder: Path | None = None, attention: str = "sdpa"
 ) -> tuple[PreTrainedModel, DSparkDraftModel]:
-    # The references ran with sdpa; under another one transformers' Gemma 4 differs from itself by more than 1e-5.
+    # The references ran with sdpa; under another one transformers' Gemma 4 differs from itself by more than rounding.
     target = AutoModelForCausalLM.from_pretrained(target_folder or folder / "target", attn_implementation="sdpa")
     target.generation_config = GenerationConfig(pad_token_id=0)  # the data were made with EOS off
     draft = DSparkDraftModel.from_pretrained(folder / "draft", attn_implementation=attention)
@@ -39,17 +39,17 @@ def check_block(folder: Path, target: PreTrainedModel, draft: DSparkDraftModel) 
     prompt, text = golden["prompt"], torch.cat([golden["prompt"], golden["anchor"][None]], dim=1)
     states = target(prompt, output_hidden_states=True).hidden_states
     context = torch.cat([states[i + 1] for i in draft.config.target_layer_ids], dim=-1)
-    torch.testing.assert_close(context, golden["context_hidden_states"], **TOLERANCE)
+    assert_close(context, golden["context_hidden_states"])
     block = uncached_block(target, draft, text)
     slots = draft.config.num_draft_slots
-    torch.testing.assert_close(block.hidden, golden["block_hidden"][:, -slots:], **TOLERANCE)
+    assert_close(block.hidden, golden["block_hidden"][:, -slots:])
     if draft.markov_head is not None or "base_logits" in golden:
-        torch.testing.assert_close(block.base_logits, golden["base_logits"][:, -slots:], **TOLERANCE)
-    torch.testing.assert_close(block.draft_logits, golden["draft_logits"], **TOLERANCE)
+        assert_close(block.base_logits, golden["base_logits"][:, -slots:])
+    assert_close(block.draft_logits, golden["draft_logits"])
     assert torch.equal(block.token_ids, golden["draft_tokens"])
     assert (block.confidence_logits is None) == ("confidence_logits" not in golden)
     if block.confidence_logits is not None:
-        torch.testing.assert_close(block.confidence_logits, golden["confidence_logits"], **TOLERANCE)
+        assert_close(block.confidence_logits, golden["confidence_logits"])
     if "draft_vocab_ids" in golden:
         assert torch.equal(block.draft_logits.argmax(-1), golden["draft_vocab_ids"])
 
@@ -60,7 +60,7 @@ def check_block(folder: Path, target: PreTrainedModel, draft: DSparkDraftModel) 
     assert torch.equal(proposal.token_ids, golden["draft_tokens"])
     if block.confidence_logits is not None:
         confidence = golden["confidence_logits"].sigmoid()
-        torch.testing.assert_close(torch.tensor([proposal.confidence]), confidence, **TOLERANCE)
+        assert_close(torch.tensor([proposal.confidence]), confidence)
 
 
 def check_cached_rounds(folder: Path, target: PreTrainedModel, draft: DSparkDraftModel, monkeypatch) -> int:
@@ -86,7 +86,7 @@ def check_cached_rounds(folder: Path, target: PreTrainedModel, draft: DSparkDraf
     for record in stats.rounds:
         if record.confidence or record.token_ids:  # else the length limit left no room to draft
             block = uncached_block(target, draft, output[:, :end])
-            torch.testing.assert_close(rounds[count], block.hidden, **TOLERANCE)
+            assert_close(rounds[count], block.hidden)
             assert list(record.token_ids) == block.token_ids[0, : record.verify_length].tolist()
             count += 1
         end += record.num_committed
@@ -120,7 +120,7 @@ def check_decoding(case: dict[str, Any], target: PreTrainedModel, draft: DSparkD
             confidence = torch.tensor(reference.get("confidence_logits") or []).sigmoid()  # of the slots it sent
             common = min(len(record.confidence), len(confidence))
             assert common >= record.verify_length
-            torch.testing.assert_close(torch.tensor(record.confidence)[:common], confidence[:common], **TOLERANCE)
+            assert_close(torch.tensor(record.confidence)[:common], confidence[:common])
         if record.verify_length == proposed:
             assert record.num_committed == case["accepted_lengths"][index]
             compared += 1

@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from dspark_hf import collect_rounds
 from dspark_hf.eagle3 import Eagle3CandidateGenerator, Eagle3DraftModel
+from tests.closeness import assert_close
 from tests.eagle3_support import uncached_chain
-from tests.parity.golden import GOLDEN, TOLERANCE, check_decoding
+from tests.parity.golden import GOLDEN, check_decoding
 
 
 FOLDER = GOLDEN / "eagle3_qwen3"
@@ -26,10 +27,6 @@ def load_pair(attention="sdpa"):
     return target, draft
 
 
-def close(actual, expected):
-    torch.testing.assert_close(actual, expected, **TOLERANCE)
-
-
 def taps(draft, states):
     return torch.cat([states[i + 1] for i in draft.config.target_layer_ids], dim=-1)
 
@@ -40,7 +37,7 @@ def check_steps(draft, binding, hidden, first_position, cache, logits):
     for step in range(logits.shape[1]):
         inputs.append(hidden)
         row = draft.draft_logits(hidden, binding)
-        close(row[:, 0], logits[:, step])
+        assert_close(row[:, 0], logits[:, step])
         tokens.append(row.argmax(-1))
         embeds = binding.embed(tokens[-1])
         position = torch.tensor([[first_position + step]])
@@ -58,34 +55,34 @@ def check_block(target, draft):
     outputs = target(prompt, output_hidden_states=True)
     assert torch.equal(outputs.logits[:, -1].argmax(-1), golden["first_token"])
     context = taps(draft, outputs.hidden_states)
-    close(context, golden["context_hidden_states"])
+    assert_close(context, golden["context_hidden_states"])
     projected = draft.project(context)
-    close(projected, golden["fc_hidden"])
+    assert_close(projected, golden["fc_hidden"])
     shifted = torch.cat([prompt[:, 1:], golden["first_token"][None]], dim=1)
     assert torch.equal(shifted, golden["prefill_token_ids"])
     positions = golden["prefill_position_ids"]
     assert torch.equal(positions, torch.arange(n)[None])
     hidden = draft(binding.embed(shifted), projected, positions, cache=cache).last_hidden_state
-    close(hidden, golden["prefill_hidden"])
+    assert_close(hidden, golden["prefill_hidden"])
 
     steps = check_steps(draft, binding, hidden[:, -1:], n, cache, golden["draft_logits"])
-    close(steps[0], golden["step_hidden_in"])
-    close(draft.norm(steps[0]), golden["step_normed"])
-    close(steps[1], golden["step_hidden_out"])
+    assert_close(steps[0], golden["step_hidden_in"])
+    assert_close(draft.norm(steps[0]), golden["step_normed"])
+    assert_close(steps[1], golden["step_hidden_out"])
     assert torch.equal(steps[2], golden["draft_tokens"])
     assert torch.equal(golden["step_position_ids"], n + torch.arange(4)[None])
 
     verified = torch.cat([golden["first_token"][None], golden["draft_tokens"]], dim=1)
     assert torch.equal(verified, golden["verify_token_ids"])
     outputs = target(torch.cat([prompt, verified], dim=1), output_hidden_states=True)
-    close(outputs.logits[:, n:], golden["target_logits"])
+    assert_close(outputs.logits[:, n:], golden["target_logits"])
     accepted = int(golden["accepted_draft_tokens"])
     choices = outputs.logits[:, n:].argmax(-1)
     assert (choices[:, :-1] == golden["draft_tokens"]).cumprod(-1).sum() == accepted
     committed = choices[:, : accepted + 1]
     assert torch.equal(committed, golden["committed_tokens"])
     context = taps(draft, outputs.hidden_states)[:, n : n + accepted + 1]
-    close(context, golden["committed_hidden_states"])
+    assert_close(context, golden["committed_hidden_states"])
     positions = golden["committed_position_ids"]
     assert torch.equal(positions, n + torch.arange(accepted + 1)[None])
 
@@ -96,10 +93,10 @@ def check_block(target, draft):
         passes.append(draft(embeds, draft.project(context), positions, mask, cache).last_hidden_state)
         if mask is None:
             cache.crop(-accepted - 1)
-    close(passes[1], golden["update_hidden"])
-    close(passes[0][:, -1:], golden["update_hidden"][:, -1:])
+    assert_close(passes[1], golden["update_hidden"])
+    assert_close(passes[0][:, -1:], golden["update_hidden"][:, -1:])
     steps = check_steps(draft, binding, passes[0][:, -1:], n + accepted + 1, cache, golden["next_draft_logits"])
-    close(steps[0], golden["next_step_hidden_in"])
+    assert_close(steps[0], golden["next_step_hidden_in"])
     assert torch.equal(steps[2], golden["next_draft_tokens"])
     assert accepted < 4, "the data roll nothing back"
 
@@ -186,7 +183,7 @@ def test_cached_rounds(attention, monkeypatch):
     end = len(case["prompt"]) + 1
     for record, logits in zip(drafted, rounds, strict=True):
         chain = uncached_chain(target, draft, output[:, :end], record.verify_length, torch.tensor([record.token_ids]))
-        torch.testing.assert_close(torch.stack(logits, dim=1), chain.draft_logits, atol=1e-4, rtol=1e-4)
+        assert_close(torch.stack(logits, dim=1), chain.draft_logits)
         assert list(record.token_ids) == chain.draft_logits.argmax(-1)[0].tolist()
         end += record.num_committed
 
@@ -220,9 +217,8 @@ def test_steps_of_training(attention):
         logits = draft.draft_logits(hidden, binding)
         for row, valid in enumerate(golden["attention_mask"].sum(-1).tolist()):  # the rest is not meaningful
             rows = slice(0, valid - shift)
-            close(hidden[row, rows], golden["step_hidden_states"][step, row, rows])
-            # Logits reach 12, where the spacing of fp32 numbers is 1e-6.
-            torch.testing.assert_close(logits[row, rows], golden["step_logits"][step, row, rows], atol=1e-5, rtol=1e-5)
+            assert_close(hidden[row, rows], golden["step_hidden_states"][step, row, rows])
+            assert_close(logits[row, rows], golden["step_logits"][step, row, rows])
 
 
 def test_configuration():

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.checkpoints.convert import convert_draft
+from tests.closeness import assert_close, assert_differs
 from tests.helpers import uncached_block
-from tests.parity.golden import GOLDEN, TOLERANCE
+from tests.parity.golden import GOLDEN
 from tests.parity.speculators_package import ANCHOR, CASES
 
 
@@ -46,10 +47,10 @@ def test_logits_and_confidence_of_the_package(case):
     golden = load_file(FOLDER / case / "block.safetensors")
     draft = DSparkDraftModel.from_pretrained(FOLDER / case / "export")
     slots, block = draft.config.num_draft_slots, our_block(draft, golden["text"])
-    torch.testing.assert_close(block.draft_logits, golden["draft_logits"][:, -slots:], **TOLERANCE)
+    assert_close(block.draft_logits, golden["draft_logits"][:, -slots:])
     assert (block.confidence_logits is None) == ("confidence_logits" not in golden) == (case == "dflash")
     if block.confidence_logits is not None:
-        torch.testing.assert_close(block.confidence_logits, golden["confidence_logits"][:, -slots:], **TOLERANCE)
+        assert_close(block.confidence_logits, golden["confidence_logits"][:, -slots:])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,5 +82,4 @@ def test_another_reading_of_the_config_would_show(case):
         setattr(config, name, value)
     draft = DSparkDraftModel.from_pretrained(FOLDER / case / "export", config=config)
     logits = our_block(draft, golden["text"]).draft_logits
-    difference = (logits - golden["draft_logits"][:, -draft.config.num_draft_slots :]).abs().max()
-    assert difference > 1e-3
+    assert_differs(logits, golden["draft_logits"][:, -draft.config.num_draft_slots :])

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from dspark_hf import DSparkDraftModel
+from tests.closeness import assert_close
 from tests.helpers import uncached_block
-from tests.parity.golden import GOLDEN, TOLERANCE, check_block, check_cached_rounds, check_decoding, load_pair
+from tests.parity.golden import GOLDEN, check_block, check_cached_rounds, check_decoding, load_pair
 
 
 FOLDER = GOLDEN / "zlab_dflash"
@@ -31,8 +32,8 @@ def test_the_round_after():
     drafts = golden["draft_tokens"][:, :accepted]
     text = torch.cat([golden["prompt"], golden["anchor"][None], drafts, golden["round2_anchor"][None]], dim=1)
     block = uncached_block(target, draft, text)
-    torch.testing.assert_close(block.hidden, golden["round2_block_hidden"][:, 1:], **TOLERANCE)
-    torch.testing.assert_close(block.draft_logits, golden["round2_draft_logits"], **TOLERANCE)
+    assert_close(block.hidden, golden["round2_block_hidden"][:, 1:])
+    assert_close(block.draft_logits, golden["round2_draft_logits"])
     assert torch.equal(block.token_ids, golden["round2_draft_tokens"])
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from dspark_hf.attention import eager_attention, folded_attention, folded_mask
+from tests.closeness import assert_close
 
 
 def attend_by_hand(query, key, value, visible, scaling):
@@ -34,9 +35,9 @@ def test_eager_attention_by_hand(heads, kv_heads, masked):
     mask = visible[None, None] if masked else None
     module = torch.nn.Module().eval()
     outputs, weights = eager_attention(module, query, key, value, mask, scaling=0.3)
-    torch.testing.assert_close(outputs, attend_by_hand(query, key, value, visible, 0.3), atol=1e-5, rtol=1e-5)
+    assert_close(outputs, attend_by_hand(query, key, value, visible, 0.3))
     assert weights.shape == (2, kv_heads, heads // kv_heads, 3, 6)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+    assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
     assert not weights[..., ~visible].any()
 
 
@@ -59,7 +60,7 @@ def test_folded_attention_by_hand(heads, kv_heads, rows_of_mask):
     mask = folded_mask(visible[None, None], heads // kv_heads, torch.float32) if rows_of_mask else None
     outputs = folded_attention(query, key, value, mask, scaling=0.3)
     expected = attend_by_hand(query, key, value, visible.expand(3, 6), 0.3)
-    torch.testing.assert_close(outputs, expected, atol=1e-5, rtol=1e-5)
+    assert_close(outputs, expected)
 
 
 def test_folded_masks_of_rows_are_their_own():

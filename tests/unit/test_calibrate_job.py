@@ -16,6 +16,7 @@ from dspark_hf.calibrate_job import (
 )
 from dspark_hf.calibration import ConfidenceObservations, acceptance_prior, fit_temperatures
 from dspark_hf.prompts import Prompt
+from tests.closeness import assert_close
 from tests.helpers import character_tokenizer, oracle_draft, spread_confidence, tiny_target
 
 
@@ -127,7 +128,7 @@ def test_the_next_call_uses_the_temperatures(target, draft, answered):
         )
     ours = [record.confidence for record in stats.rounds if record.verify_length == 4]
     expected = torch.sigmoid(observe(answered[0]).confidence_logits / torch.tensor([0.5, 2.0, 1.0, 4.0]))
-    torch.testing.assert_close(torch.tensor(ours), expected, rtol=1e-3, atol=1e-5)
+    assert_close(torch.tensor(ours), expected)
 
 
 def test_calibrating_again_starts_from_the_head_itself(target, draft, answered):
@@ -246,7 +247,7 @@ def test_a_copy_is_a_whole_draft(stored, tmp_path):
     assert (tmp_path / "draft" / "config.json").read_bytes() == before
     copy = DSparkDraftModel.from_pretrained(tmp_path / "copy")
     assert fields_of(copy.config) == fields_of(stored.config)
-    torch.testing.assert_close(copy.state_dict(), stored.state_dict(), rtol=0, atol=0)
+    assert_close(copy.state_dict(), stored.state_dict(), factor=0)
 
 
 def test_output_in_the_own_folder_leaves_the_weights(stored, tmp_path):

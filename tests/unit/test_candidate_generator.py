@@ -11,6 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from dspark_hf import DraftProposal, DSparkCandidateGenerator, RoundRecord
 from dspark_hf.scheduling import LookaheadScheduler, SearchScheduler, SPSCurve, ThresholdScheduler
+from tests.closeness import assert_close, assert_differs
 from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target, uncached_block
 
 
@@ -69,7 +70,7 @@ def test_left_padding_is_no_context(num_pads):
     proposal = generator.propose([padded])[0]
     assert torch.equal(proposal.token_ids, expected.token_ids)
     assert generator._cache.lengths == [8]
-    torch.testing.assert_close(torch.tensor([proposal.confidence]), expected.confidence_logits.sigmoid())
+    assert_close(torch.tensor([proposal.confidence]), expected.confidence_logits.sigmoid())
 
 
 @torch.no_grad()
@@ -84,12 +85,10 @@ def test_text_positions_come_first_in_multimodal_ones():
     generator.add_context(states, 8, {"position_ids": positions})
     proposal = generator.propose([text])[0]
     expected = uncached_block(target, draft, text)
-    torch.testing.assert_close(
-        torch.tensor([proposal.confidence]), expected.confidence_logits.sigmoid(), atol=1e-5, rtol=1e-5
-    )
+    assert_close(torch.tensor([proposal.confidence]), expected.confidence_logits.sigmoid())
     scrambled = build(target, draft)
     scrambled.add_context(states, 8, {"position_ids": positions.flip(0)})
-    assert scrambled.propose([text])[0].confidence != pytest.approx(proposal.confidence, abs=1e-4)
+    assert_differs(scrambled.propose([text])[0].confidence, proposal.confidence)
 
 
 @torch.no_grad()
@@ -178,7 +177,7 @@ def test_context_waits_while_drafting_does_not_pay():
         generator.add_context(tuple(layer[:, 6:] for layer in states), 2, {})
         proposals.append(generator.propose([text[:, :9]])[0])
     assert torch.equal(proposals[0].token_ids, proposals[1].token_ids)
-    assert proposals[0].confidence == pytest.approx(proposals[1].confidence, abs=1e-5)
+    assert_close(proposals[0].confidence, proposals[1].confidence)
 
 
 @torch.no_grad()
@@ -195,7 +194,7 @@ def test_confidence_uses_the_calibrated_temperatures():
     before = confidence()
     draft.config.confidence_temperatures = [0.5, 1.0, 2.0, 4.0]
     after = confidence()
-    torch.testing.assert_close(after.logit(), before.logit() / torch.tensor([0.5, 1.0, 2.0, 4.0]))
+    assert_close(after.logit(), before.logit() / torch.tensor([0.5, 1.0, 2.0, 4.0]))
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from dspark_hf.data import (
     read_rows,
     target_features,
 )
+from tests.closeness import assert_close
 from tests.helpers import random_prompt, tiny_target
 from tests.training_support import ASSISTANT, EOS, NO_THINKING, TEMPLATE, USER, word_tokenizer, words
 
@@ -224,8 +225,8 @@ def test_features_are_the_hidden_states_of_a_forward(kind):
     with torch.no_grad():
         outputs = target(ids, output_hidden_states=True)
     expected = torch.cat([outputs.hidden_states[i] for i in (0, 1, 3)], dim=-1)
-    torch.testing.assert_close(features.context_hidden_states, expected, rtol=0, atol=0)
-    torch.testing.assert_close(features.last_hidden_states, outputs.hidden_states[-1], rtol=0, atol=0)
+    assert_close(features.context_hidden_states, expected, factor=0)
+    assert_close(features.last_hidden_states, outputs.hidden_states[-1], factor=0)
     assert not features.context_hidden_states.requires_grad
 
 
@@ -236,4 +237,4 @@ def test_padding_does_not_reach_the_features(kind):
     batch[0], batch[1, :9] = long[0], short[0]
     together, alone = target_features(target, batch, [0, 2]), target_features(target, short, [0, 2])
     for name in ("context_hidden_states", "last_hidden_states"):
-        torch.testing.assert_close(getattr(together, name)[1:, :9], getattr(alone, name), rtol=1e-5, atol=1e-5)
+        assert_close(getattr(together, name)[1:, :9], getattr(alone, name))

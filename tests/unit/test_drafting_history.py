@@ -12,6 +12,7 @@ import torch
 from dspark_hf import RoundRecord
 from dspark_hf.drafting_history import AcceptanceHistory, DraftingGate, DraftingPause, RoundTimes, best_fixed_length
 from dspark_hf.scheduling import RoundOutlook, SPSCurve
+from tests.closeness import assert_close
 
 
 def record(num_accepted=0, num_drafts=4, confidence=(), verify_s=0.0, draft_s=0.0, drafted=True) -> RoundRecord:
@@ -91,7 +92,7 @@ def test_acceptance_corrects_confidence(monkeypatch):
     for accepted in (True, False, False, False, True, False, False, False):
         history.observe(record(2 if accepted else 0, 2, (0.9, 0.5, 0.4)))
     corrected = history.corrected(torch.tensor([[0.9, 0.5, 0.4]]))
-    torch.testing.assert_close(corrected, torch.tensor([[0.9 * 6 / 11.2, 0.5 * 6 / 5, 0.4]]))
+    assert_close(corrected, torch.tensor([[0.9 * 6 / 11.2, 0.5 * 6 / 5, 0.4]]))
     assert history.corrected(torch.tensor([[1.0, 1.0]])).tolist()[0][1] == 1.0  # a chance, not 1.2
     assert history.corrected(torch.tensor([[0.9]])).shape == (1, 1)  # near the length limit blocks are shorter
 

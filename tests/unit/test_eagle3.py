@@ -15,6 +15,7 @@ from dspark_hf import DSparkDraftModel, pairing
 from dspark_hf.checkpoints import is_dspark
 from dspark_hf.eagle3 import Eagle3Config, Eagle3DraftModel
 from dspark_hf.eagle3.configuration import convert_config, read_config
+from tests.closeness import assert_close, assert_differs
 from tests.eagle3_support import oracle_eagle3, random_eagle3, tiny_eagle3_config
 from tests.helpers import VOCAB_SIZE, oracle_draft, random_draft, random_prompt, rewrite, tiny_target
 
@@ -329,12 +330,12 @@ def test_pieces_give_what_the_whole_gives(attention):
     for start, end in ((0, 5), (5, 6), (6, 9), (9, 11)):
         part = slice(start, end)
         pieces.append(draft(embeds[:, part], hidden[:, part], positions[:, part], cache=cache).last_hidden_state)
-    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, atol=1e-5, rtol=1e-5)
+    assert_close(torch.cat(pieces, dim=1), whole)
     mask = torch.ones(11, 11, dtype=torch.bool).tril()[None, None]
-    torch.testing.assert_close(draft(embeds, hidden, positions, mask).last_hidden_state, whole, atol=1e-5, rtol=1e-5)
+    assert_close(draft(embeds, hidden, positions, mask).last_hidden_state, whole)
     both = draft(embeds, hidden, positions, torch.ones_like(mask)).last_hidden_state
-    assert not torch.allclose(both[:, 0], whole[:, 0], atol=1e-3)
-    torch.testing.assert_close(both[:, -1], whole[:, -1], atol=1e-5, rtol=1e-5)
+    assert_differs(both[:, 0], whole[:, 0])
+    assert_close(both[:, -1], whole[:, -1])
 
 
 @torch.no_grad()
@@ -345,7 +346,7 @@ def test_attention_implementations_agree():
     for attention in ("eager", "sdpa"):
         draft.set_attn_implementation(attention)
         outputs.append(draft(embeds, hidden, positions).last_hidden_state)
-    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-5)
+    assert_close(outputs[0], outputs[1])
 
 
 @torch.no_grad()

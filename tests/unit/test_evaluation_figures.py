@@ -16,6 +16,7 @@ from dspark_hf.evaluation.figures import (
 )
 from dspark_hf.evaluation.runs import Run, observed_rounds
 from dspark_hf.metrics import RoundRecord
+from tests.closeness import assert_close
 
 
 def record(num_drafts, num_accepted, num_committed=None, confidence=()):
@@ -201,10 +202,10 @@ def confidence_of(*entries):
 
 def test_ece_and_auc():
     exact = confidence_of((0.75, 1), (0.75, 1), (0.75, 0), (0.75, 1)).slots[0]
-    assert exact.expected_calibration_error == pytest.approx(0.0, abs=1e-6)
+    assert_close(exact.expected_calibration_error, 0.0, scale=1.0)
     assert exact.area_under_curve == 0.5
     wrong = confidence_of((0.75, 0), (0.75, 0), (0.75, 0), (0.75, 0)).slots[0]
-    assert wrong.expected_calibration_error == pytest.approx(0.75, abs=1e-6)
+    assert_close(wrong.expected_calibration_error, 0.75)
     ranked = confidence_of((0.9, 1), (0.8, 1), (0.2, 0), (0.1, 0)).slots[0]
     assert ranked.area_under_curve == 1.0
     assert confidence_of((0.2, 1), (0.9, 0)).slots[0].area_under_curve == 0.0

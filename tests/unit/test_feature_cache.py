@@ -9,6 +9,7 @@ import torch
 from dspark_hf import feature_cache
 from dspark_hf.data import SequenceDataset, TrainingSequence, collate, target_features
 from dspark_hf.feature_cache import FeatureCache, cached_features, collate_features, target_fingerprint
+from tests.closeness import assert_close
 from tests.helpers import HIDDEN_SIZE, random_prompt, tiny_target
 
 
@@ -57,8 +58,8 @@ def test_rows_hold_the_features_of_an_online_forward(tmp_path, data, target):
         assert {name: row[name] for name in plain} == plain
         online = target_features(target, torch.tensor([plain["input_ids"]]), LAYERS)
         assert row["context"].shape == (plain["length"], 2 * HIDDEN_SIZE)
-        torch.testing.assert_close(row["context"], online.context_hidden_states[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(row["last"], online.last_hidden_states[0], rtol=1e-5, atol=1e-5)
+        assert_close(row["context"], online.context_hidden_states[0])
+        assert_close(row["last"], online.last_hidden_states[0])
 
 
 def test_batches_hold_the_features_of_their_rows(tmp_path, data, target):
@@ -72,9 +73,7 @@ def test_batches_hold_the_features_of_their_rows(tmp_path, data, target):
     for index, row in enumerate(rows):
         for name in ("context_hidden_states", "last_hidden_states"):
             ours = getattr(features, name)[index, : row["length"]]
-            torch.testing.assert_close(
-                ours, getattr(online, name)[index, : row["length"]], rtol=1e-5, atol=1e-5, msg=name
-            )
+            assert_close(ours, getattr(online, name)[index, : row["length"]])
     assert cached_features(plain) is None
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dspark_hf.heads import ConfidenceHead, GatedMarkovHead, MarkovHead, RNNHead, build_sequential_head
+from tests.closeness import assert_close
 from tests.helpers import tiny_config
 
 
@@ -48,7 +49,7 @@ def test_gated_head_gates_the_embedding():
     set_parameter(head.gate_proj.bias, [-1.0])
     bias, state = head(head.markov_w1(torch.tensor([0])), torch.tensor([[3.0]]), None)
     expected = 2 * sigmoid(1.0)
-    torch.testing.assert_close(bias, torch.tensor([[expected, -expected, 10 * expected]]))
+    assert_close(bias, torch.tensor([[expected, -expected, 10 * expected]]))
     assert state is None
 
 
@@ -73,8 +74,8 @@ def test_rnn_head_step_by_step():
         embedding = [2.0, -1.0, 0.0][token]
         by_hand, output = step(by_hand, embedding, hidden)
         bias, state = head(head.markov_w1(torch.tensor([token])), torch.tensor([[hidden]]), state)
-        torch.testing.assert_close(bias, torch.tensor([[output, 2 * output, -output]]))
-        torch.testing.assert_close(state, torch.tensor([[by_hand]]))
+        assert_close(bias, torch.tensor([[output, 2 * output, -output]]))
+        assert_close(state, torch.tensor([[by_hand]]))
 
 
 def test_rnn_state_takes_shape_device_and_dtype_of_the_slots():
@@ -90,7 +91,7 @@ def test_heads_take_any_leading_dimensions(markov_head_type):
     bias, _ = head(head.markov_w1(ids), hidden, head.initial_state(hidden))
     assert bias.shape == (3, 2, 3)
     one, _ = head(head.markov_w1(ids[1, 1]), hidden[1, 1], head.initial_state(hidden[1, 1]))
-    torch.testing.assert_close(bias[1, 1], one)
+    assert_close(bias[1, 1], one)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from dspark_hf import DSparkConfig, DSparkDraftModel
 from dspark_hf.draft_cache import DraftCache
 from dspark_hf.modeling_dspark import DSparkAttention, apply_rope
+from tests.closeness import assert_close, assert_differs, tolerance_of
 from tests.helpers import oracle_draft, random_draft, tiny_config, tiny_target
 
 
@@ -30,12 +31,12 @@ def test_rope_rotates_queries_at_the_end_of_the_positions():
     cos, sin = Qwen3RotaryEmbedding(config)(torch.zeros(1, 1), torch.tensor([[3, 4, 9]]))
     states = torch.randn(1, 2, 3, 8)
     queries, keys = apply_rope(states[:, :, 1:], states, cos, sin)
-    torch.testing.assert_close(queries, keys[:, :, 1:])
+    assert_close(queries, keys[:, :, 1:])
     # Relative: the product of two rotated vectors depends on the distance alone.
     shifted = Qwen3RotaryEmbedding(config)(torch.zeros(1, 1), torch.tensor([[13, 14, 19]]))
     more_queries, more_keys = apply_rope(states[:, :, 1:], states, *shifted)
-    torch.testing.assert_close(more_queries @ more_keys.transpose(-1, -2), queries @ keys.transpose(-1, -2))
-    assert not torch.allclose(keys, states)
+    assert_close(more_queries @ more_keys.transpose(-1, -2), queries @ keys.transpose(-1, -2))
+    assert_differs(keys, states)
 
 
 @pytest.mark.parametrize("overrides", [{}, SLIDING, {**SLIDING, "sliding_window_non_causal": True}])
@@ -52,13 +53,13 @@ def test_masks_of_decoding(overrides):
     for j in range(6):
         changed = context.clone()
         changed[:, j] += 1
-        moved = (draft(embeds, changed, positions).last_hidden_state - base).abs().amax(-1)[0] > 1e-6
+        moved = (draft(embeds, changed, positions).last_hidden_state - base).abs().amax(-1)[0] > tolerance_of(base)
         assert moved.tolist() == [6 - j <= window] * 4, "the window is counted from the anchor for every slot"
     causal = bool(config.sliding_window) and not config.sliding_window_non_causal
     for j in range(4):
         changed = embeds.clone()
         changed[:, j] += 1
-        moved = (draft(changed, context, positions).last_hidden_state - base).abs().amax(-1)[0] > 1e-6
+        moved = (draft(changed, context, positions).last_hidden_state - base).abs().amax(-1)[0] > tolerance_of(base)
         assert moved.tolist() == [i >= j if causal else True for i in range(4)]
 
 
@@ -78,7 +79,7 @@ def test_cached_context_is_as_good_as_new(overrides, chunks):
         output = draft(block, context[:, start:end], where, cache=cache).last_hidden_state
         start = end
         assert cache.lengths == [end]
-    torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+    assert_close(output, expected)
 
 
 @pytest.mark.parametrize("overrides", [{}, SLIDING, {"num_key_value_heads": 4}, {"attention_bias": True}])
@@ -90,7 +91,7 @@ def test_eager_and_sdpa_agree(overrides):
     for implementation in ("eager", "sdpa"):
         draft.set_attn_implementation(implementation)
         results.append(draft(*draft_inputs).last_hidden_state)
-    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+    assert_close(*results)
 
 
 @torch.no_grad()
@@ -103,9 +104,9 @@ def test_an_explicit_mask_replaces_that_of_decoding():
     mask = {"full_attention": full[None, None], "sliding_attention": sliding[None, None]}
     expected = draft(embeds, context, positions).last_hidden_state
     explicit = draft(embeds, context, positions, mask).last_hidden_state
-    torch.testing.assert_close(explicit, expected, atol=1e-5, rtol=1e-5)
+    assert_close(explicit, expected)
     mask["sliding_attention"] = full[None, None]
-    assert not torch.allclose(draft(embeds, context, positions, mask).last_hidden_state, expected, atol=1e-3)
+    assert_differs(draft(embeds, context, positions, mask).last_hidden_state, expected)
 
 
 @torch.no_grad()
@@ -115,7 +116,7 @@ def test_rows_of_a_batch_are_independent():
     together = draft(embeds, context, positions).last_hidden_state
     for row in range(3):
         alone = draft(embeds[row : row + 1], context[row : row + 1], positions[:1]).last_hidden_state
-        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-5, rtol=1e-5)
+        assert_close(together[row : row + 1], alone)
 
 
 def test_layers_know_their_window():

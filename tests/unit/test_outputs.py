@@ -7,6 +7,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from dspark_hf import AcceptanceStats, DSparkGenerateOutput
 from dspark_hf._compat import CACHE_KEY
+from tests.closeness import assert_close, assert_differs
 from tests.helpers import TARGET_KINDS, oracle_draft, random_prompt, tiny_target
 
 
@@ -68,10 +69,10 @@ def test_entries_have_the_shapes_and_values_of_plain_generation(kind, prompt_len
     plain, drafted = both(kind, prompt_length, **EVERYTHING)
     assert torch.equal(plain.sequences, drafted.sequences)
     for name in ("scores", "logits"):
-        torch.testing.assert_close(getattr(drafted, name), getattr(plain, name), atol=1e-4, rtol=1e-4)
+        assert_close(getattr(drafted, name), getattr(plain, name))
     for name in ("hidden_states", "attentions"):
         assert shapes(getattr(drafted, name)) == shapes(getattr(plain, name)), name
-        torch.testing.assert_close(getattr(drafted, name), getattr(plain, name), atol=1e-4, rtol=1e-4)
+        assert_close(getattr(drafted, name), getattr(plain, name))
 
 
 @pytest.mark.parametrize("kind", TARGET_KINDS)
@@ -80,8 +81,8 @@ def test_cache_is_left_as_by_plain_generation(kind):
     ours, theirs = drafted[CACHE_KEY], plain[CACHE_KEY]
     assert ours.get_seq_length() == theirs.get_seq_length() == 20 + 18 - 1
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
-        torch.testing.assert_close(mine.keys, other.keys, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(mine.values, other.values, atol=1e-4, rtol=1e-4)
+        assert_close(mine.keys, other.keys)
+        assert_close(mine.values, other.values)
         assert getattr(mine, "record_past", None) == getattr(other, "record_past", None)
 
 
@@ -94,15 +95,15 @@ def test_attentions_over_a_static_cache_keep_its_length(kind):
     plain, drafted = both(kind, cache_implementation="static", **EVERYTHING)
     assert torch.equal(plain.sequences, drafted.sequences)
     assert shapes(drafted.attentions) == shapes(plain.attentions)
-    torch.testing.assert_close(drafted.attentions, plain.attentions, atol=1e-4, rtol=1e-4)
+    assert_close(drafted.attentions, plain.attentions)
 
 
 def test_scores_are_processed_and_logits_are_not():
     kwargs = EVERYTHING | {"repetition_penalty": 1.7, "renormalize_logits": True}
     plain, drafted = both(**kwargs)
-    torch.testing.assert_close(drafted.logits, plain.logits, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(drafted.scores, plain.scores, atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(drafted.scores[3], drafted.logits[3], atol=0.1)
+    assert_close(drafted.logits, plain.logits)
+    assert_close(drafted.scores, plain.scores)
+    assert_differs(drafted.scores[3], drafted.logits[3])
 
 
 def test_logits_of_half_precision_are_returned_in_fp32():

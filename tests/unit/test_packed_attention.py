@@ -19,6 +19,7 @@ from dspark_hf.packed_attention import (
     packed_attention,
     packed_pass,
 )
+from tests.closeness import assert_close, assert_differs
 from tests.helpers import random_prompt, tiny_target
 
 
@@ -69,7 +70,7 @@ def test_attention_of_each_text_is_its_own(counts, window):
             for head in range(heads):
                 own_keys, own_values = keys[text, head // 2, visible], values[text, head // 2, visible]
                 weight = (own_keys @ query[0, head, first + slot] * 0.3).softmax(-1)
-                torch.testing.assert_close(output[0, first + slot, head], weight @ own_values, atol=1e-5, rtol=1e-5)
+                assert_close(output[0, first + slot, head], weight @ own_values)
         first += count
 
 
@@ -80,7 +81,7 @@ def test_a_pass_over_some_rows_reads_their_keys():
         some, _ = packed_attention(nn.Identity(), query, keys, values, None)
     with packed_pass(PackedPass([0, 1], [4, 8], [1, 1], CPU)):
         alone, _ = packed_attention(nn.Identity(), query, keys[[3, 1]], values[[3, 1]], None, 1 / math.sqrt(4))
-    torch.testing.assert_close(some, alone)
+    assert_close(some, alone)
 
 
 def test_values_may_be_narrower_than_keys():
@@ -90,7 +91,7 @@ def test_values_may_be_narrower_than_keys():
         output, _ = packed_attention(nn.Identity(), query, keys, values, None)
     assert output.shape == (1, 3, 4, 5)
     weight = (keys[0, 1, :5] @ query[0, 3, 0] / math.sqrt(8)).softmax(-1)
-    torch.testing.assert_close(output[0, 0, 3], weight @ values[0, 1, :5])
+    assert_close(output[0, 0, 3], weight @ values[0, 1, :5])
 
 
 def test_a_window_may_be_the_layers_own():
@@ -104,7 +105,7 @@ def test_a_window_may_be_the_layers_own():
         told, _ = packed_attention(nn.Identity(), query, keys, keys, None, sliding_window=2)
         full, _ = packed_attention(Layer(), query, keys, keys, None, sliding_window=None)
     assert torch.equal(own, told)
-    assert not torch.allclose(own, full)
+    assert_differs(own, full)
 
 
 def test_a_call_without_a_mask_does_not_see_the_future():
@@ -113,7 +114,7 @@ def test_a_call_without_a_mask_does_not_see_the_future():
     query = torch.randn(1, 4, 6, 4)
     output, _ = packed_attention(nn.Identity(), query, keys, values, None)
     first, _ = packed_attention(nn.Identity(), query[:, :, :1], keys[:, :, :1], values[:, :, :1], None)
-    torch.testing.assert_close(output[:, :1], first)
+    assert_close(output[:, :1], first)
 
 
 def test_parts_get_their_own_implementations_back():
@@ -138,7 +139,7 @@ def test_ordinary_calls_keep_their_mask_meanwhile():
         expected = target(ids).logits
         with attention_packed(target):
             assert target.config._attn_implementation == PACKED_ATTENTION
-            torch.testing.assert_close(target(ids).logits, expected, atol=1e-4, rtol=1e-4)
+            assert_close(target(ids).logits, expected)
 
 
 def test_the_last_user_puts_the_own_implementation_back():

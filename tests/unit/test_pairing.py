@@ -20,6 +20,7 @@ from transformers import (
 
 from dspark_hf import pairing
 from dspark_hf.pairing import TargetBinding, bind
+from tests.closeness import assert_close, assert_differs
 from tests.helpers import TARGET_KINDS, oracle_draft, random_draft, tiny_config, tiny_target
 
 
@@ -43,8 +44,8 @@ def test_bound_head_gives_the_targets_logits(kind):
     binding = bind(target, tiny_config())
     ids = torch.tensor([[5, 6, 7]])
     outputs = target(ids, output_hidden_states=True)
-    torch.testing.assert_close(binding.logits(outputs.hidden_states[-1]), outputs.logits)
-    torch.testing.assert_close(binding.embed(ids), outputs.hidden_states[0])
+    assert_close(binding.logits(outputs.hidden_states[-1]), outputs.logits)
+    assert_close(binding.embed(ids), outputs.hidden_states[0])
 
 
 SCALED = {
@@ -67,15 +68,15 @@ def test_scaled_and_capped_logits(name):
         "gemma2": (1.0, 3.0),
     }[name]
     outputs = target(torch.tensor([[5, 6, 7]]), output_hidden_states=True)
-    torch.testing.assert_close(binding.logits(outputs.hidden_states[-1]), outputs.logits)
+    assert_close(binding.logits(outputs.hidden_states[-1]), outputs.logits)
     raw = target.lm_head(outputs.hidden_states[-1])
-    assert not torch.allclose(raw, outputs.logits, atol=1e-3), "the scale does nothing here"
+    assert_differs(raw, outputs.logits)  # or else the scale does nothing here
 
 
 def test_scale_by_hand():
     binding = TargetBinding(nn.Identity(), nn.Identity(), logit_scale=0.5, logit_softcap=2.0)
     expected = [2 * torch.tanh(torch.tensor(x * 0.5 / 2)).item() for x in (-4.0, 0.0, 6.0)]
-    assert binding.scale(torch.tensor([-4.0, 0.0, 6.0])).tolist() == pytest.approx(expected)
+    assert_close(binding.scale(torch.tensor([-4.0, 0.0, 6.0])), expected)
     assert TargetBinding(nn.Identity(), nn.Identity()).scale(torch.tensor([3.0])).tolist() == [3.0]
 
 
@@ -102,7 +103,7 @@ def test_draft_logits_use_the_targets_scale_also_over_a_reduced_vocabulary():
     target = model_class(config_class(**SIZES, **extra)).eval()
     draft = oracle_draft(target, draft_vocab_size=48)
     hidden = torch.randn(1, 3, 32)
-    torch.testing.assert_close(draft.base_logits(hidden, draft.bind_target(target)), draft.lm_head(hidden) * 0.125)
+    assert_close(draft.base_logits(hidden, draft.bind_target(target)), draft.lm_head(hidden) * 0.125)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from dspark_hf.sampling import (
     select_token,
     verify_block,
 )
+from tests.closeness import assert_close
 
 
 INF = float("inf")
@@ -50,12 +51,14 @@ def multinomial_weights(monkeypatch):
 def test_probabilities_are_a_softmax_in_fp32():
     probabilities = logits_to_probs(torch.tensor([[math.log(1.0), math.log(3.0)]], dtype=torch.bfloat16))
     assert probabilities.dtype == torch.float32
-    torch.testing.assert_close(probabilities, torch.tensor([[0.25, 0.75]]), atol=2e-3, rtol=0)
+    assert_close(
+        probabilities, [[0.25, 0.75]], factor=torch.finfo(torch.bfloat16).eps / torch.finfo(torch.float32).eps
+    )
 
 
 def test_probabilities_do_not_care_for_a_constant():
     logits = torch.tensor([[1.0, 2.0, -INF]])
-    torch.testing.assert_close(logits_to_probs(logits + 50), logits_to_probs(logits))
+    assert_close(logits_to_probs(logits + 50), logits_to_probs(logits))
     assert logits_to_probs(logits)[0, 2] == 0
 
 
@@ -81,7 +84,7 @@ def test_select_token_greedy():
 
 def test_select_token_sampled(multinomial_weights):
     assert select_token(log([0.0, 0.2, 0.8]), do_sample=True).tolist() == [1]
-    torch.testing.assert_close(multinomial_weights[0], torch.tensor([[0.0, 0.2, 0.8]]))
+    assert_close(multinomial_weights[0], torch.tensor([[0.0, 0.2, 0.8]]))
 
 
 def test_greedy_drafts_are_accepted_where_they_are_the_argmax():
@@ -125,19 +128,19 @@ def test_sampled_drafts_need_their_logits():
 def test_bonus_after_a_rejection_comes_from_the_residual(multinomial_weights):
     """p - q = (0.2, -0.3, 0.1): (2/3, 0, 1/3)."""
     select_bonus(log(0.6, 0.2, 0.2)[None], log(0.4, 0.5, 0.1)[None], True)
-    torch.testing.assert_close(multinomial_weights[0], torch.tensor([[2 / 3, 0.0, 1 / 3]]))
+    assert_close(multinomial_weights[0], torch.tensor([[2 / 3, 0.0, 1 / 3]]))
 
 
 def test_bonus_after_full_acceptance_comes_from_p(multinomial_weights):
     select_bonus(log(0.6, 0.2, 0.2)[None], None, True)
-    torch.testing.assert_close(multinomial_weights[0], torch.tensor([[0.6, 0.2, 0.2]]))
+    assert_close(multinomial_weights[0], torch.tensor([[0.6, 0.2, 0.2]]))
 
 
 def test_bonus_where_p_equals_q_comes_from_p(multinomial_weights):
     """The residual is empty: its limit is p, not a division by zero."""
     rows = torch.stack([log(0.6, 0.4), log(0.6, 0.4)])
     select_bonus(rows, torch.stack([log(0.6, 0.4), log(0.2, 0.8)]), True)
-    torch.testing.assert_close(multinomial_weights[0], torch.tensor([[0.6, 0.4], [1.0, 0.0]]))
+    assert_close(multinomial_weights[0], torch.tensor([[0.6, 0.4], [1.0, 0.0]]))
 
 
 def test_greedy_bonus_is_the_argmax_even_with_draft_logits():
@@ -169,7 +172,7 @@ def test_sampled_block(draws, multinomial_weights):
     draft = torch.stack([log(0.5, 0.5), log(0.5, 0.5), log(0.6, 0.4)])[None]
     result = verify_block(torch.tensor([[0, 1, 0]]), target, draft, do_sample=True)
     assert (int(result.num_accepted), int(result.bonus_token)) == (1, 0)
-    torch.testing.assert_close(multinomial_weights[0], torch.tensor([[1.0, 0.0]]))
+    assert_close(multinomial_weights[0], torch.tensor([[1.0, 0.0]]))
 
 
 def test_sampled_block_that_is_accepted_ends_with_the_last_row(draws, multinomial_weights):
@@ -177,7 +180,7 @@ def test_sampled_block_that_is_accepted_ends_with_the_last_row(draws, multinomia
     target = torch.stack([log(0.7, 0.3), log(0.0, 1.0)])[None]
     result = verify_block(torch.tensor([[0]]), target, log(0.5, 0.5)[None, None], do_sample=True)
     assert (int(result.num_accepted), int(result.bonus_token)) == (1, 1)
-    torch.testing.assert_close(multinomial_weights[0], torch.tensor([[0.0, 1.0]]))
+    assert_close(multinomial_weights[0], torch.tensor([[0.0, 1.0]]))
 
 
 @pytest.mark.parametrize("do_sample", [True, False])

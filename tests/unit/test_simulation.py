@@ -21,6 +21,7 @@ from dspark_hf.scheduling import (
     mean_survival,
 )
 from dspark_hf.simulation import LoadReport, full_blocks, simulate_load, sweep
+from tests.closeness import assert_close
 
 
 POLICIES = {
@@ -84,7 +85,7 @@ def test_two_requests_by_hand():
     report = simulate_load([[A, B], [C]], curve, scheduler, num_requests=2, policy="told")
     assert report == LoadReport("told", 2, 3, num_tokens=11, num_verified=15, seconds=16.5)
     shown = [[list(first.confidence), list(second.confidence)] for first, second in ((A, B), (B, C), (C, A))]
-    torch.testing.assert_close(torch.tensor(scheduler.confidences), torch.tensor(shown))
+    assert_close(torch.tensor(scheduler.confidences), torch.tensor(shown))
     assert all(outlook.curve is curve for outlook in scheduler.outlooks)
 
 
