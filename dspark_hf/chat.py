@@ -110,8 +110,8 @@ class Chat:
             ended (`bool`, *optional*, defaults to `True`): Whether the target ended the answer itself.
 
         Returns:
-            `tuple[str, str]`: the answer, and what the template puts behind its text: the end of the turn, and before
-            it the calls.
+            `tuple[str, str]`: the answer, and what the template puts behind its text, the end of the turn. The markup
+            of calls and the end behind them are not told apart: both are in the first.
 
         Raises:
             ValueError: If the template ignores a part of the answer, or begins it otherwise than the prompt ends.
@@ -119,7 +119,7 @@ class Chat:
         if messages[-1].get("tool_calls"):
             if not ended:
                 raise ValueError("an answer with `tool_calls` must have ended, got one that was cut off.")
-            return "", self._calls(messages, prompt)
+            return self._calls(messages, prompt), ""
         return self._text(messages, prompt, ended)
 
     def _gives(self, prompt: str, messages: Sequence[Turn]) -> bool:

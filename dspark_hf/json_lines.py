@@ -6,6 +6,7 @@ Imports the standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Iterable, Iterator
@@ -168,9 +169,28 @@ def read_json_lines(path: Path) -> Iterator[JsonRow]:
     Raises:
         OSError: If it cannot be read.
     """
+    return _counted(path, _line_rows(path))
+
+
+def read_json_array(path: Path) -> Iterator[JsonRow]:
+    """Rows of a file that must be one JSON array; otherwise as [`read_json_lines`].
+
+    Args:
+        path (`Path`): The file.
+
+    Returns:
+        `Iterator[JsonRow]`: a single one where the file as a whole is wrong.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    return _counted(path, _array_rows(path))
+
+
+def _counted(path: Path, rows: Iterator[JsonRow]) -> Iterator[JsonRow]:
     repaired = []
     try:
-        for row in _rows(path):
+        for row in rows:
             if row.is_repaired:
                 repaired.append(f"{row.unit} {row.number}")
             yield row
@@ -182,7 +202,7 @@ def read_json_lines(path: Path) -> Iterator[JsonRow]:
             )
 
 
-def _rows(path: Path) -> Iterator[JsonRow]:
+def _line_rows(path: Path) -> Iterator[JsonRow]:
     lines = (line for line in read_lines(path) if line.problem or line.text)
     first = next(lines, None)
     if first is None:
@@ -190,29 +210,47 @@ def _rows(path: Path) -> Iterator[JsonRow]:
     found: Iterable[TextLine] = chain([first], lines)
     if first.text.startswith("["):
         found = list(found)
-        entries = _entries(found)
-        if entries is not None:
-            yield from (_as_row(number, entry, "row") for number, entry in enumerate(entries, start=1))
-            return
+        if len(found) == 1 or not first.text.endswith("]"):  # else a line that is a list of its own
+            with contextlib.suppress(json.JSONDecodeError):
+                yield from _entries(found)
+                return
     for line in found:
         yield JsonRow(line.number, None, line.problem) if line.problem else parse_row(line.number, line.text)
 
 
-def _entries(lines: list[TextLine]) -> list[Any] | None:
-    """The entries of a file that is one JSON array, `None` if it is not."""
-    if any(line.problem for line in lines):
-        return None
+def _array_rows(path: Path) -> Iterator[JsonRow]:
+    lines = list(read_lines(path))
+    if not any(line.problem or line.text for line in lines):
+        return
+    try:
+        yield from _entries(lines)
+    except json.JSONDecodeError as error:
+        got = shortened(lines[error.lineno - 1].text)
+        problem = f"the file must be valid JSON, got {got} ({error.msg}, column {error.colno})"
+        hint = "Correct the line, or name the file .jsonl if each line is an object of its own."
+        yield JsonRow(error.lineno, None, f"{problem}. {hint}")
+
+
+def _entries(lines: list[TextLine]) -> list[JsonRow]:
+    """The rows of a file that is one JSON array; the fault where it has one, other than of syntax."""
+    bad = [JsonRow(line.number, None, line.problem) for line in lines if line.problem]
+    if bad:
+        return bad
     try:
         value = parse_json("\n".join(line.text for line in lines))
-    except ValueError:
-        return None  # line by line, the fault gets a name
-    return value if isinstance(value, list) else None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        return [JsonRow(1, None, f"the file must be a list of JSON objects, but {error}. Correct it.")]
+    if not isinstance(value, list):
+        problem = f"the file must be a list of JSON objects, got {kind(value)}. Put [ and ] around the rows."
+        return [JsonRow(1, None, problem)]
+    return [_as_row(number, entry, "row") for number, entry in enumerate(value, start=1)]
 
 
 def _as_row(number: int, value: Any, unit: str = "line") -> JsonRow:
     if not isinstance(value, dict):
-        problem = f'each row must be a JSON object, got {kind(value)}. Write a prompt as {{"prompt": "..."}}.'
-        return JsonRow(number, None, problem, unit)
+        return JsonRow(number, None, f"each row must be a JSON object, got {kind(value)}. Correct the row.", unit)
     finite = json_values(value)
     return JsonRow(number, finite, unit=unit, is_repaired=finite != value)
 

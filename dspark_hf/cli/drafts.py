@@ -62,7 +62,7 @@ def prepare(
     concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests in flight at the server.")] = 16,
     api_key: Annotated[
         str | None,
-        typer.Option("--api-key", "--api_key", envvar="DSPARK_HF_API_KEY", help="The server's key, if it asks for one."),
+        typer.Option("--api-key", "--api_key", envvar="DSPARK_HF_API_KEY", help="The server's key, if it has one."),
     ] = None,
     ask_refused: Annotated[
         bool, typer.Option("--ask-refused", "--ask_refused", help="Ask again what the server refused in earlier runs.")
