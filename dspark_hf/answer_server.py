@@ -25,6 +25,7 @@ REMEDIES = {
     403: "Pass a key that may use the model with `--api-key`.",
     404: "Check `--server` (it often ends in /v1) and that `--target` is the model's name at the server.",
 }
+KEPT = "Rows so far are kept."
 PASSING = (408, 409, 425, 429)
 LONGEST_SENTENCE = 400
 SENTENCE_FIELDS = ("error", "message", "detail", "msg", "errors", "error_description")
@@ -117,7 +118,9 @@ class AnswerServer:
                 time.sleep(min(2 ** (attempt - 1), LONGEST_PAUSE_S))
             status, text = self._post(json.dumps(body).encode())
             if status in REMEDIES:
-                raise RuntimeError(f"The server at {self.url} said {status} ({_sentence(text)}). {REMEDIES[status]}")
+                raise RuntimeError(
+                    f"The server at {self.url} said {status} ({_sentence(text)}). {REMEDIES[status]} {KEPT}"
+                )
             if status is not None and 400 <= status < 500 and status not in PASSING:
                 return Refusal(status, _sentence(text))
             answer = _answer(text) if status == 200 else None
@@ -125,8 +128,8 @@ class AnswerServer:
                 return answer
             failure = _sentence(text) if status is None else f"{status}: {_sentence(text)}"
         raise RuntimeError(
-            f"The server at {self.url} did not answer after {self.retries + 1} tries ({failure}). Rows so far are "
-            "kept; run the same command again once it is up."
+            f"The server at {self.url} did not answer after {self.retries + 1} tries ({failure}). {KEPT} Run "
+            "the same command again once it is up."
         )
 
     def _post(self, data: bytes) -> tuple[int | None, str]:

@@ -348,5 +348,5 @@ def _check_arguments(server: AnswerServer) -> None:
         raise RuntimeError(
             f"The server at {server.url} said {answer.status} ({answer.reason}) even to a short prompt. Requests hold "
             f"{sent}. Leave out the option that it names (`--temperature`, `--top-k`, `--top-p`, `--seed`, "
-            "`--enable-thinking`): what is not given is not sent. Or change it."
+            "`--enable-thinking`), since what is not given is not sent, or lower `--max-new-tokens`."
         )

@@ -31,19 +31,22 @@ TWO_ENDS = HEADED.replace("{% endif %}", "{% else %}</s>{% endif %}")
 # Tokens around the text that the target writes itself.
 FRAMED = (
     "{% for m in messages %}<|head|>{{ m.role }}\n{% if m.role == 'assistant' %}<|say|>{{ m.content }}<|said|>"
-    "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|head|>assistant\n{% endif %}"
+    "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|head|>assistant\n{% endif %}"
 )
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('No system turn') }}{% endif %}" + TRIMMED
 # Reasoning of the last turn stands in markup, that of earlier ones is dropped; a switch closes the markup at once.
 _THOUGHT = (
-    "{% for m in messages %}<|head|>{{ m.role }}\n{% set text = m.content %}{% set thought = m.reasoning_content or '' %}"
+    "{% for m in messages %}<|head|>{{ m.role }}\n"
+    "{% set text = m.content %}{% set thought = m.reasoning_content or '' %}"
     "{% if m.role == 'assistant' %}{% if not thought and '</think>' in text %}"
     "{% set thought = text.split('</think>')[0].split('<think>')[-1] %}{% set text = text.split('</think>')[-1] %}"
     "{% endif %}{% set text = text | trim %}{% if loop.last %}<think>\n{{ thought | trim }}\n</think>\n\n{% endif %}"
     "{% endif %}{{ text }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|head|>assistant\n"
 )
 THINKING = (
-    _THOUGHT + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+    _THOUGHT
+    + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 # The generation prompt opens the markup.
 OPENED = _THOUGHT + "<think>\n{% endif %}"

@@ -62,7 +62,10 @@ def test_nothing(rows, content):
         (b"true", "got a boolean."),
         (b"7", "got a number."),
         (b"NaN", "got a number."),
-        (b'{"x": "\xe9t\xe9"}', "the file must be UTF-8, got the byte 0xe9 (invalid continuation byte). Save it as UTF-8."),
+        (
+            b'{"x": "\xe9t\xe9"}',
+            "the file must be UTF-8, got the byte 0xe9 (invalid continuation byte). Save it as UTF-8.",
+        ),
         (b'{"x": "\xed\xa0\xbd"}', "the file must be UTF-8, got the byte 0xed"),
         (b'{"x": "a\tb"}', "(Invalid control character at, column"),
         (b'{"x": "\\ud83d"}', "(half a surrogate pair, \\ud83d, stands alone in a text)"),
