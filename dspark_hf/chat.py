@@ -16,8 +16,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 
-# Characters that stand for the parts of an answer; no template contains them.
-TEXT_MARK, REASONING_MARK = "\u241f", "\u241e"
+# Characters that stand for the parts of a conversation; no template contains them.
+TEXT_MARK, REASONING_MARK, PROMPT_MARK = "\u241f", "\u241e", "\u241d"
 Turn = dict[str, Any]
 
 
@@ -118,7 +118,7 @@ class Chat:
         """
         if messages[-1].get("tool_calls"):
             if not ended:
-                raise ValueError("an answer with `tool_calls` must have ended, got one that was cut off.")
+                raise ValueError("An answer with `tool_calls` must have ended, got one that was cut off.")
             return self._calls(messages, prompt), ""
         return self._text(messages, prompt, ended)
 
@@ -129,13 +129,26 @@ class Chat:
         except ValueError:
             return False
 
+    def _behind(self, messages: Sequence[Turn], prompt: str) -> tuple[str, str]:
+        """What an answered conversation has behind the prompt; first, what the prompt ends with that it lacks."""
+        *before, turn = messages
+        text = self.render(messages)
+        if not text.startswith(prompt):
+            # Earlier turns may read otherwise once they are answered: compare what stands behind the last of them.
+            marked = [*before[:-1], before[-1] | {"content": PROMPT_MARK}]
+            ends = self.render(marked, add_generation_prompt=True), self.render([*marked, turn])
+            if all(PROMPT_MARK in end for end in ends):
+                prompt, text = (end.rpartition(PROMPT_MARK)[2] for end in ends)
+        same = _num_equal(prompt, text)
+        return prompt[same:], text[same:]
+
     def _check_answer_follows(self, messages: Sequence[Turn], prompt: str) -> None:
         """No generation prompt is needed where nothing but white space stands between a prompt and its answer."""
-        head, _, _ = self.render([*messages, {"role": "assistant", "content": TEXT_MARK}]).rpartition(TEXT_MARK)
-        same = _num_equal(head, prompt)
-        if same < len(prompt) or head[same:].strip():
+        missing, behind = self._behind([*messages, {"role": "assistant", "content": TEXT_MARK}], prompt)
+        begin = behind.partition(TEXT_MARK)[0]
+        if missing or begin.strip():
             raise ValueError(
-                f"The chat template ignores `add_generation_prompt`, but begins an answer with {head[same:]!r}. Use a "
+                f"The chat template ignores `add_generation_prompt`, but begins an answer with {begin!r}. Use a "
                 "template with a generation prompt."
             )
 
@@ -143,23 +156,24 @@ class Chat:
         *before, turn = messages
         text, reasoning = turn["content"], turn.get("reasoning_content")
         marks = {"content": TEXT_MARK} | ({"reasoning_content": REASONING_MARK} if reasoning else {})
-        marked = self.render([*before, turn | marks])
-        if TEXT_MARK not in marked:
+        missing, behind = self._behind([*before, turn | marks], prompt)
+        head, mark, tail = behind.rpartition(TEXT_MARK)
+        if not mark:
             raise ValueError(_ignored("the text of an answer"))
-        head, _, tail = marked.rpartition(TEXT_MARK)
         if not reasoning:
-            if ended:
-                _check_closed(prompt[_num_equal(head, prompt) :], text)
-            lead = head[len(prompt) :] if head.startswith(prompt) else ""
-            if lead.strip() and not _is_around(self.render(messages), head, text, tail):
-                lead = ""  # the template takes the text apart, which holds the reasoning and its markup itself
-            return _joined(lead, text, tail), tail
+            if missing:
+                _check_closed(missing, text, ended)
+                return text, tail
+            if head.strip() and not _is_around(self._behind(messages, prompt)[1], head, text, tail):
+                return text, tail  # the template takes the text apart: it holds the reasoning and its markup itself
+            return _joined(head, text, tail), tail
         if REASONING_MARK not in head:
             raise ValueError(
                 f"{_ignored('`reasoning_content`')} Or put the reasoning into `content`, in the markup that the "
                 "target writes; a server without a reasoning parser does."
             )
-        lead, _, between = _after(prompt, head).rpartition(REASONING_MARK)
+        _check_nothing_missing(missing, head)
+        lead, _, between = head.rpartition(REASONING_MARK)
         thought = _joined(lead, reasoning, between)
         if not ended and not text:
             return thought, tail
@@ -167,10 +181,10 @@ class Chat:
 
     def _calls(self, messages: Sequence[Turn], prompt: str) -> str:
         *before, turn = messages
-        full = self.render(messages)
-        if full == self.render([*before, _without(turn, "tool_calls")]):
+        missing, answer = self._behind(messages, prompt)
+        if (missing, answer) == self._behind([*before, _without(turn, "tool_calls")], prompt):
             raise ValueError(_ignored("`tool_calls`"))
-        answer = _after(prompt, full)
+        _check_nothing_missing(missing, answer)
         for name in ("reasoning_content", "content"):
             if turn.get(name, "").strip() not in answer:
                 raise ValueError(_ignored(f"`{name}` beside `tool_calls`"))
@@ -228,7 +242,7 @@ def _without(turn: Turn, name: str) -> Turn:
 
 
 def _ignored(what: str) -> str:
-    return f"the chat template ignores {what}: the target would not see it. Take it out, or use another template."
+    return f"The chat template ignores {what}: the target would not see it. Take it out, or use another template."
 
 
 def _num_equal(ours: str, theirs: str) -> int:
@@ -236,24 +250,20 @@ def _num_equal(ours: str, theirs: str) -> int:
     return next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
 
 
-def _after(prompt: str, text: str) -> str:
-    """What follows a prompt in a conversation."""
-    if text.startswith(prompt):
-        return text[len(prompt) :]
-    same = _num_equal(text, prompt)
-    raise ValueError(
-        f"the chat template ends the prompt with {prompt[same:]!r}, but begins this answer with "
-        f"{text[same:][:40]!r}: nothing says what the target writes. Set the thinking switch that the answer was made "
-        "with."
-    )
+def _check_nothing_missing(missing: str, behind: str) -> None:
+    if missing:
+        raise ValueError(
+            f"The chat template ends the prompt with {missing!r}, but begins this answer with {behind[:40]!r}: "
+            "nothing says what the target writes. Set the thinking switch that the answer was made with."
+        )
 
 
-def _check_closed(begun: str, text: str) -> None:
+def _check_closed(begun: str, text: str, ended: bool) -> None:
     """Refuse an answer without its reasoning: the prompt has opened the markup, and the answer does not close it."""
     for tag in re.findall(r"<(\w+)>", begun):
-        if f"</{tag}>" not in begun + text:
+        if ended and f"</{tag}>" not in begun + text:
             raise ValueError(
-                f"the prompt ends with {begun!r}, but the answer has no '</{tag}>': its reasoning is missing. Keep "
+                f"The prompt ends with {begun!r}, but the answer has no '</{tag}>': its reasoning is missing. Keep "
                 "the reasoning, or set the thinking switch that the answer was made with."
             )
 

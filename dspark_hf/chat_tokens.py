@@ -37,7 +37,7 @@ def encode_messages(
     """
     ids = _tokens(tokenizer, Chat(tokenizer, enable_thinking, tools).prompt(list(messages)))
     if not ids:
-        raise ValueError("the chat template must give a prompt at least one token, got none.")
+        raise ValueError("The chat template must give a prompt at least one token, got none.")
     return ids
 
 
@@ -133,7 +133,7 @@ def user_turn(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
         raise ValueError("Without a chat template the target cannot write prompts. Pass prompts in a file.")
     head, mark, tail = Chat(tokenizer).render([{"role": "user", "content": TEXT_MARK}]).partition(TEXT_MARK)
     if not mark:
-        raise ValueError("the chat template ignores a user's turn. Use another template, or pass prompts in a file.")
+        raise ValueError("The chat template ignores a user's turn. Use another template, or pass prompts in a file.")
     end = _turn_end(tokenizer, tail, generation_end_ids(target))
     return head, end_token_ids(target, tokenizer) | ({end} - {None})
 

@@ -75,10 +75,10 @@ def check_prompt(messages: list[dict[str, Any]]) -> None:
         ValueError: If no turn is the user's, or the last one is neither the user's nor the result of a tool.
     """
     if not any(turn["role"] == "user" for turn in messages):
-        raise ValueError("the turns before the answer must have one of the user, got none.")
+        raise ValueError("The turns before the answer must have one of the user, got none.")
     if messages[-1]["role"] not in PROMPT_ROLES:
         raise ValueError(
-            "the turn before the answer must be the user's or the result of a tool, got the role "
+            "The turn before the answer must be the user's or the result of a tool, got the role "
             f"{messages[-1]['role']!r}."
         )
 
@@ -99,7 +99,7 @@ def answer_fields(message: dict[str, Any]) -> dict[str, Any]:
 
 def _read_turn(turn: Any, number: int) -> dict[str, Any]:
     if not isinstance(turn, dict) or not isinstance(turn.get("role"), str):
-        raise ValueError(f"turn {number} must be an object with a `role`, got {shortened(turn)}.")
+        raise ValueError(f"Turn {number} must be an object with a `role`, got {shortened(turn)}.")
     said = answer_fields(turn)
     content = turn.get("content")
     if content is None and said:

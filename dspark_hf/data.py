@@ -140,7 +140,7 @@ def _encoded(
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages or not is_answer(messages[-1]):
         raise ValueError(
-            "the row has no answer: it needs `messages` that end with the assistant's, or `prompt_ids` and "
+            "The row has no answer: it needs `messages` that end with the assistant's, or `prompt_ids` and "
             f"`answer_ids`; got the fields {sorted(row)}. Let the target answer with `dspark-hf prepare`."
         )
     turns = read_messages(messages)
@@ -148,7 +148,7 @@ def _encoded(
     reason, tools = row.get("finish_reason") or "stop", read_tools(row.get("tools"))
     prompt, answer = encode_conversation(tokenizer, turns, reason, enable_thinking, tools, end_ids)
     if not answer:
-        raise ValueError("the answer must have at least one token, got none.")
+        raise ValueError("The answer must have at least one token, got none.")
     return TrainingSequence((*prompt, *answer), len(prompt))
 
 

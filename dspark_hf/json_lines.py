@@ -122,7 +122,7 @@ def parse_json(text: str) -> Any:
         `Any`: the value.
 
     Raises:
-        json.JSONDecodeError: If it is no JSON.
+        JSONDecodeError: If it is no JSON.
         ValueError: If a key occurs twice in an object, half a surrogate pair stands alone, or it is nested too deeply.
     """
     try:

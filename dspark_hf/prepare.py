@@ -291,7 +291,7 @@ def write_answers_from_server(
             if not added and not num_refused:
                 _check_arguments(server)
             refused.append(prompt.row() | {"status": answer.status, "reason": answer.reason})
-            left_out.add(prompt.where, f"the server said {answer.status} ({answer.reason}).")
+            left_out.add(prompt.where, f"The server said {answer.status} ({answer.reason}).")
             num_refused += 1
             if on_skip is not None:
                 on_skip()
@@ -321,7 +321,7 @@ def _new_prompts(
 def _check_length(ids: Sequence[int], max_prompt_tokens: int) -> None:
     if len(ids) > max_prompt_tokens:
         raise ValueError(
-            f"a prompt must have at most {max_prompt_tokens} tokens, got {len(ids)}. Raise `max_prompt_tokens`."
+            f"A prompt must have at most {max_prompt_tokens} tokens, got {len(ids)}. Raise `max_prompt_tokens`."
         )
 
 

@@ -184,10 +184,10 @@ def _usable(rows: Iterable[tuple[str, dict[str, Any]]], source: str, left_out: L
 
 def _prompt_row(place: str, row: dict[str, Any], source: str) -> PromptRow:
     messages = row.get("messages")
-    if messages is None and "prompt" in row:
+    if messages is None and row.get("prompt") is not None:
         messages = [{"role": "user", "content": row["prompt"]}]
     if messages is None:
-        raise ValueError(f"it has no prompt: it needs `messages` or `prompt`, got the fields {sorted(row)}.")
+        raise ValueError(f"The row has no prompt: it needs `messages` or `prompt`, got the fields {sorted(row)}.")
     if isinstance(messages, list) and messages and is_answer(messages[-1]):
         messages = messages[:-1]  # answers of others are replaced by the target's own
     turns = read_messages(messages)

@@ -23,6 +23,12 @@ BRACKETS = (
     "{{ raise_exception('Roles must alternate') }}{% endif %}"
     "{% if m.role == 'user' %}[ASK] {{ m.content }} [/ASK]{% else %} {{ m.content | trim }}</s>{% endif %}{% endfor %}"
 )
+# The system turn stands before the user's last one, as long as that is not answered.
+LATE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'user' %}[ASK] "
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}{{ m.content }} [/ASK]"
+    "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
 PADDED_END = BRACKETS.replace("</s>", " </s>")
 # The same header, without the switch that writes it where the answer begins.
 NO_SWITCH = HEADED.split("{% if add_generation_prompt %}")[0]

@@ -250,7 +250,7 @@ def test_refused_prompts_are_left_out_and_not_asked_again(tmp_path, refused, con
         added = ask(server, path, concurrency=concurrency, on_skip=lambda: skipped.append(1))
         assert added + len(skipped) == len(PROMPTS)
     assert [row["key"] for row in read(path)] == answered
-    told = [message for message in messages if "the server said 400 (4096 tokens at most)" in message]
+    told = [message for message in messages if "The server said 400 (4096 tokens at most)" in message]
     assert len(told) == len(refused)
     assert messages[-1] == f"{len(refused)} of 7 rows were left out."
     content = path.read_bytes()

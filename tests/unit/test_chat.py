@@ -12,6 +12,7 @@ from tests.chat_support import (
     FORGETFUL,
     FRAMED,
     HEADED,
+    LATE_SYSTEM,
     NO_SWITCH,
     NO_SYSTEM,
     OPENED,
@@ -198,6 +199,17 @@ def test_answer_is_what_the_target_writes(template, text, expected):
     assert answer == expected
 
 
+def test_prompt_that_reads_otherwise_once_it_is_answered():
+    turns = (SYSTEM, user("a"), assistant("b"), user("c"), assistant("d"))
+    prompt = "[ASK] a [/ASK] b</s>[ASK] Be brief.\n\nc [/ASK]"
+    assert prompt_of(LATE_SYSTEM, *turns[:-1]) == prompt
+    assert answer_of(LATE_SYSTEM, *turns) == (prompt, " d</s>")
+    reminder = "{{ m.content }}{% if loop.last and m.role == 'user' %} (Think!){% endif %}"
+    prompt, answer = answer_of(HEADED.replace("{{ m.content }}", reminder), user("c"), assistant("d"))
+    assert prompt == "<|head|>user\nc (Think!)<|end|>\n<|head|>assistant\n"
+    assert answer == "d<|end|>"
+
+
 def test_end_is_the_first_token_that_generation_stops_at():
     end, framed = id_of("<|end|>"), [user(), assistant()]
     assert answer_of(FRAMED, *framed, end_ids=[id_of("</s>"), end])[1] == "<|say|>yes<|said|><|end|>"
@@ -264,7 +276,7 @@ def test_reasoning_that_the_template_ignores_is_named():
 
 def test_reasoning_that_is_missing_is_named():
     message = refused(answer_of, FORGETFUL, user(), assistant())
-    assert "the prompt ends with '<think>\\n', but the answer has no '</think>'" in message
+    assert "The prompt ends with '<think>\\n', but the answer has no '</think>'" in message
     assert answer_of(FORGETFUL, user(), assistant("so"), finish_reason="length")[1] == "so"  # cut while it thought
 
 

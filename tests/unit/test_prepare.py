@@ -125,7 +125,7 @@ def test_long_prompts_are_left_out_with_a_warning(tmp_path, target, tokenizer):
     path = tmp_path / "answers.jsonl"
     with captured_log() as messages:
         assert write_answers(target, tokenizer, PROMPTS, path, SETTINGS, 3, max_prompt_tokens=9) == 3
-    reason = "a prompt must have at most 9 tokens, got 10. Raise `max_prompt_tokens`. The row is left out."
+    reason = "A prompt must have at most 9 tokens, got 10. Raise `max_prompt_tokens`. The row is left out."
     assert messages[0] == f"The prompt {PROMPTS[3].messages[0]['content']!r}: {reason}"
     assert (len(messages), messages[-1]) == (5, "4 of 7 rows were left out.")
     assert {row["key"] for row in read(path)} == {asked.key for asked in PROMPTS[:3]}  # 7, 8 and 9 tokens
@@ -173,26 +173,18 @@ def test_tools_and_results_of_tools_are_asked(tmp_path):
 
 
 def test_answers_end_where_the_template_ends_a_turn(tmp_path):
-    """Neither `generate` nor the tokenizer name that token."""
+    """Neither `generate` nor the tokenizer name that token. The target's third token is made to be it."""
     target, tokenizer = tiny_target(context_scale=0.2, vocab_size=272), byte_tokenizer()
-    plain = tmp_path / "plain.jsonl"
     settings = PrepareSettings("tiny", SamplingSettings(max_new_tokens=12, temperature=0))
-    write_answers(target, tokenizer, [PromptRow((user(),))], plain, settings)
-    (row,) = read(plain)
-    third = row["answer_ids"][2]
-    assert third not in row["answer_ids"][:2]
-    # The same token under another name: the text of a token is the tokenizer's business.
-    word = tokenizer.convert_ids_to_tokens(third)
-    ended = byte_tokenizer(
-        "{% for m in messages %}<|head|>{{ m.role }}\n{{ m.content }}"
-        "{% if m.role == 'assistant' %}END{% else %}<|end|>{% endif %}\n{% endfor %}"
-        "{% if add_generation_prompt %}<|head|>assistant\n{% endif %}".replace("END", "<|said|>")
-    )
-    assert word is not None
-    target.lm_head.weight.data[ended.convert_tokens_to_ids("<|said|>")] = target.lm_head.weight.data[third] * 1.5
-    write_answers(target, ended, [PromptRow((user(),))], tmp_path / "ended.jsonl", settings)
+    write_answers(target, tokenizer, [PromptRow((user(),))], tmp_path / "plain.jsonl", settings)
+    third = read(tmp_path / "plain.jsonl")[0]["answer_ids"][2]
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    weight = target.get_output_embeddings().weight.data
+    weight[end] = weight[third] * 1.5
+    write_answers(target, tokenizer, [PromptRow((user(),))], tmp_path / "ended.jsonl", settings)
     (row,) = read(tmp_path / "ended.jsonl")
-    assert row["answer_ids"][-1] == ended.convert_tokens_to_ids("<|said|>")
+    assert row["answer_ids"][-1] == end
+    assert len(row["answer_ids"]) <= 3
     assert row["finish_reason"] == "stop"
 
 
