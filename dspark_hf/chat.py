@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,19 +61,26 @@ class Chat:
                 "'default'. Set `tokenizer.chat_template` to the one to use, and save the tokenizer."
             )
         switch = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        try:
-            return self.tokenizer.apply_chat_template(
-                [_for_template(turn) for turn in messages],
-                tools=list(self.tools) or None,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-                **switch,
-            )
-        except Exception as error:  # a template is a program: it can fail in any way
-            said = " ".join(str(error).split())
-            raise ValueError(
-                f"The chat template refuses the conversation ({type(error).__name__}: {said})."
-            ) from error
+        # Most templates take the arguments of calls as objects, some as the text that OpenAI's format has.
+        forms = [[_with_arguments(turn, str, _parsed) for turn in messages]]
+        if any(turn.get("tool_calls") for turn in messages):
+            forms.append([_with_arguments(turn, dict, json.dumps) for turn in messages])
+        failures = []
+        for turns in forms:
+            try:
+                return self.tokenizer.apply_chat_template(
+                    turns,
+                    tools=list(self.tools) or None,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                    **switch,
+                )
+            except Exception as error:  # a template is a program: it can fail in any way
+                failures.append(error)
+        said = " ".join(str(failures[0]).split())
+        raise ValueError(
+            f"The chat template refuses the conversation ({type(failures[0]).__name__}: {said})."
+        ) from failures[0]
 
     def prompt(self, messages: Sequence[Turn]) -> str:
         """The text up to where the answer begins.
@@ -140,6 +147,9 @@ class Chat:
             if all(PROMPT_MARK in end for end in ends):
                 prompt, text = (end.rpartition(PROMPT_MARK)[2] for end in ends)
         same = _num_equal(prompt, text)
+        tag = prompt.rfind("<", 0, same)
+        if same < len(prompt) and ">" not in prompt[tag:same] and tag >= 0:
+            same = tag  # not in the midst of one: "<think>" and "</think>" begin alike
         return prompt[same:], text[same:]
 
     def _check_answer_follows(self, messages: Sequence[Turn], prompt: str) -> None:
@@ -219,22 +229,25 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256((default or template_text(tokenizer)).encode()).hexdigest()
 
 
-def _for_template(turn: Turn) -> Turn:
-    """A turn as templates expect it: arguments of calls are objects, which OpenAI's format has as text."""
-    if not turn.get("tool_calls"):
-        return turn
-    return turn | {"tool_calls": [_with_object(call) for call in turn["tool_calls"]]}
-
-
-def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(call.get("function"), dict):
-        return call | {"function": _with_object(call["function"])}
-    if not isinstance(call.get("arguments"), str):
-        return call
+def _parsed(arguments: str) -> Any:
     try:
-        return call | {"arguments": json.loads(call["arguments"])}
+        return json.loads(arguments)
     except ValueError as error:
-        raise ValueError(f"`arguments` of a tool call must be JSON, got {call['arguments']!r}.") from error
+        raise ValueError(f"The arguments of a call must be JSON, got {arguments!r}.") from error
+
+
+def _with_arguments(turn: Turn, kind: type, change: Callable[[Any], Any]) -> Turn:
+    """A turn whose calls have their arguments of one kind changed to the other."""
+
+    def changed(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        found = {name: changed(value) if name == "function" else value for name, value in call.items()}
+        if isinstance(found.get("arguments"), kind):
+            found["arguments"] = change(found["arguments"])
+        return found
+
+    return turn | {"tool_calls": [changed(call) for call in turn["tool_calls"]]} if turn.get("tool_calls") else turn
 
 
 def _without(turn: Turn, name: str) -> Turn:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -74,10 +75,10 @@ def encode_conversation(
     answer_ids = together[len(prompt_ids) :] if is_split else _tokens(tokenizer, text)
     if not ended:
         return prompt_ids, answer_ids
-    plain = chat.render([*messages[:-1], {"role": "assistant", "content": TEXT_MARK}])
-    end = _turn_end(tokenizer, plain.rpartition(TEXT_MARK)[2], end_ids)
+    calls = messages[-1].get("tool_calls")
+    end = _answer_end(chat, messages[:-1], "tool" if calls else "user", end_ids)
     ends, one_end = {end, *end_ids}, () if end is None else (end,)
-    if messages[-1].get("tool_calls"):  # their markup and the end are one text
+    if calls:  # their markup and the end are one text
         return prompt_ids, _through(answer_ids, ends) or answer_ids + one_end
     return prompt_ids, answer_ids + (_through(_tokens(tokenizer, tail), ends) or one_end)
 
@@ -105,14 +106,10 @@ def end_token_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     Returns:
         `frozenset[int]`
     """
-    stops = generation_end_ids(target)
-    ends = {tokenizer.eos_token_id, *stops}
-    try:
-        text = Chat(tokenizer).render([{"role": "user", "content": "a"}, {"role": "assistant", "content": TEXT_MARK}])
-    except ValueError:
-        pass  # without a template, or with one that asks for more turns, there is no other end
-    else:
-        ends.add(_turn_end(tokenizer, text.rpartition(TEXT_MARK)[2], stops))
+    ends = {tokenizer.eos_token_id, *generation_end_ids(target)}
+    # Without a template, or with one that asks for other turns, there is no other end.
+    with contextlib.suppress(ValueError):
+        ends.add(_answer_end(Chat(tokenizer), [{"role": "user", "content": "a"}], "user", generation_end_ids(target)))
     return frozenset(ends - {None})
 
 
@@ -138,12 +135,25 @@ def user_turn(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
     return head, end_token_ids(target, tokenizer) | ({end} - {None})
 
 
+def _answer_end(chat: Chat, messages: Sequence[dict[str, Any]], next_role: str, stops: Collection[int]) -> int | None:
+    """The token that ends an answer to a conversation: behind its text, or else where the next turn begins."""
+    answered = [*messages, {"role": "assistant", "content": TEXT_MARK}]
+    tail = chat.render(answered).rpartition(TEXT_MARK)[2]
+    end = _turn_end(chat.tokenizer, tail, stops)
+    if end is None and stops:
+        with contextlib.suppress(ValueError):  # not every template knows the results of tools
+            text = chat.render([*answered, {"role": next_role, "content": "a"}])
+            found = _through(_tokens(chat.tokenizer, text.rpartition(TEXT_MARK)[2]), stops)
+            end = found[-1] if found else None
+    return chat.tokenizer.eos_token_id if end is None else end
+
+
 def _turn_end(tokenizer: PreTrainedTokenizerBase, tail: str, stops: Collection[int]) -> int | None:
-    """The token that ends a turn, of what a template puts behind its text."""
+    """The token that ends a turn, of what a template puts behind its text; `None` if none does."""
     ids = _tokens(tokenizer, tail)
     added = {i for i, token in tokenizer.added_tokens_decoder.items() if not token.content.isspace()}
     found = _through(ids, stops) or _through(ids, added | set(tokenizer.all_special_ids))
-    return found[-1] if found else tokenizer.eos_token_id
+    return found[-1] if found else None
 
 
 def _through(ids: tuple[int, ...], ends: Collection[int | None]) -> tuple[int, ...]:

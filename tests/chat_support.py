@@ -67,6 +67,20 @@ TOOLS = (
     "{% for call in m.tool_calls or [] %}<|call|>{{ call.function.name }}{{ call.function.arguments | tojson }}"
     "{% endfor %}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|head|>assistant\n{% endif %}"
 )
+# Calls need their arguments as text.
+TEXT_TOOLS = TOOLS.replace("call.function.arguments | tojson", "'(' + call.function.arguments + ')'")
+# A turn ends where the next one begins.
+NO_END = (
+    "{% for m in messages %}{{ {'user': '<|head|>', 'assistant': '<|say|>', 'tool': '<|call|>'}[m.role] }}\n"
+    "{{ m.content }}{% for call in m.tool_calls or [] %}({{ call.function.name }}){% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|say|>\n{% endif %}"
+)
+# The markup of reasoning is opened or closed by the prompt; answers are rendered without it.
+CLOSED = (
+    "{% for m in messages %}<|head|>{{ m.role }}{% if m.role == 'assistant' %}</think>"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|head|>assistant{{ '<think>' if enable_thinking else '</think>' }}{% endif %}"
+)
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Rome"}}}

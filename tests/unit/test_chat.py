@@ -8,16 +8,19 @@ from dspark_hf.chat_tokens import encode_conversation, encode_messages, end_toke
 from tests.chat_support import (
     BRACKETS,
     CALL,
+    CLOSED,
     DEFAULT_SYSTEM,
     FORGETFUL,
     FRAMED,
     HEADED,
     LATE_SYSTEM,
+    NO_END,
     NO_SWITCH,
     NO_SYSTEM,
     OPENED,
     PADDED_END,
     SPECIAL_TOKENS,
+    TEXT_TOOLS,
     THINKING,
     TOOL,
     TOOLS,
@@ -158,6 +161,16 @@ def test_tools_and_calls_are_in_the_prompt():
     assert prompt_of(TOOLS, user(), assistant("", tool_calls=[as_text]), tool_result()) == said
 
 
+def test_arguments_as_the_template_takes_them():
+    """As text where it needs that, whatever the row has."""
+    as_text = {"function": {"name": "weather", "arguments": '{"town": "Rome"}'}}
+    for call in (CALL, as_text):
+        turns = (user(), assistant("", tool_calls=[call]), tool_result())
+        assert '<|call|>weather({"town": "Rome"})<|end|>' in prompt_of(TEXT_TOOLS, *turns)
+        assert answer_of(TEXT_TOOLS, *turns[:2])[1] == '<|call|>weather({"town": "Rome"})<|end|>'
+    assert prompt_of(TEXT_TOOLS, *turns) == prompt_of(TEXT_TOOLS, user(), assistant("", tool_calls=[CALL]), turns[2])
+
+
 def test_what_a_template_ignores_is_named():
     assert "ignores `tools`" in refused(prompt_of, HEADED, user(), tools=[TOOL])
     assert "ignores `tools`" in refused(prompt_of, {"default": HEADED, "tool_use": HEADED}, user(), tools=[TOOL])
@@ -169,9 +182,8 @@ def test_what_a_template_ignores_is_named():
 
 def test_arguments_that_are_no_json_are_named():
     call = {"function": {"name": "weather", "arguments": '{"town": '}}
-    assert "`arguments` of a tool call must be JSON" in refused(
-        prompt_of, TOOLS, user(), assistant("", tool_calls=[call]), tool_result()
-    )
+    message = refused(prompt_of, TOOLS, user(), assistant("", tool_calls=[call]), tool_result())
+    assert "The arguments of a call must be JSON" in message
 
 
 # Answers
@@ -214,6 +226,15 @@ def test_end_is_the_first_token_that_generation_stops_at():
     end, framed = id_of("<|end|>"), [user(), assistant()]
     assert answer_of(FRAMED, *framed, end_ids=[id_of("</s>"), end])[1] == "<|say|>yes<|said|><|end|>"
     assert answer_of(TWO_ENDS, *framed, end_ids=[end, id_of("</s>")])[1] == "yes<|end|>"
+
+
+def test_end_that_is_the_begin_of_the_next_turn():
+    """Of the user, or of the result of a tool; the end token where generation stops at neither."""
+    ends = [id_of("<|head|>"), id_of("<|call|>")]
+    assert answer_of(NO_END, user(), assistant(), end_ids=ends)[1] == "yes<|head|>"
+    assert answer_of(NO_END, user(), assistant("", tool_calls=[CALL]), end_ids=ends)[1] == "(weather)<|call|>"
+    assert answer_of(NO_END, user(), assistant())[1] == "yes</s>"
+    assert answer_of(NO_END, user(), assistant(), end_ids=[id_of("</s>")])[1] == "yes</s>"
 
 
 @pytest.mark.parametrize("reason", ["length", "abort", "content_filter"])
@@ -280,9 +301,18 @@ def test_reasoning_that_is_missing_is_named():
     assert answer_of(FORGETFUL, user(), assistant("so"), finish_reason="length")[1] == "so"  # cut while it thought
 
 
+def test_prompt_that_closes_or_opens_the_reasoning():
+    assert answer_of(CLOSED, user(), assistant()) == ("<|head|>userhi<|end|><|head|>assistant</think>", "yes<|end|>")
+    prompt, answer = answer_of(CLOSED, user(), assistant("so</think>yes"), enable_thinking=True)
+    assert prompt.endswith("<think>")
+    assert answer == "so</think>yes<|end|>"
+    message = refused(answer_of, CLOSED, user(), assistant(), enable_thinking=True)
+    assert "The prompt ends with '<think>', but the answer has no '</think>'" in message
+
+
 def test_reasoning_and_a_prompt_that_says_there_is_none():
     message = refused(answer_of, THINKING, user(), assistant(reasoning_content="so"), enable_thinking=False)
-    assert "ends the prompt with '\\n</think>\\n\\n'" in message
+    assert "ends the prompt with " in message
     assert "Set the thinking switch that the answer was made with" in message
 
 
