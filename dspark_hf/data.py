@@ -6,9 +6,8 @@ Legend: b batch, s sequence, m captured layers, d hidden.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,11 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ._compat import CACHE_KEY, hidden_states_of
-from .prepare import encode_messages, is_conversation
+from .chat import template_text
+from .chat_tokens import encode_conversation
+from .conversations import check_prompt, is_answer, read_messages, read_tools
+from .json_lines import read_json_lines, shortened
+from .left_out import LeftOut
 from .target_structure import backbone_of
 
 
@@ -38,11 +41,12 @@ class TrainingSequence:
     num_prompt_tokens: int
 
 
-def read_rows(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(paths: Iterable[Path], left_out: LeftOut | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Rows of JSON Lines files.
 
     Args:
         paths (`Iterable[Path]`): Files.
+        left_out (`LeftOut`, *optional*): Takes lines that are no JSON object; without it, they are errors.
 
     Returns:
         `Iterator` of `(place, row)`, the place being `file:line` for messages.
@@ -52,21 +56,15 @@ def read_rows(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     for path in paths:
         count = 0
-        with Path(path).open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                place = f"{path}:{number}"
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ValueError(
-                        f"{place} is not valid JSON ({error.msg}). Each line must be one object."
-                    ) from error
-                if not isinstance(row, dict):
-                    raise ValueError(f"{place} must be a JSON object, got {type(row).__name__}.")
-                count += 1
-                yield place, row
+        for row in read_json_lines(path):
+            count += 1
+            place = f"{path}:{row.number}" if row.unit == "line" else f"{path}, {row.unit} {row.number}"
+            if row.value is not None:
+                yield place, row.value
+            elif left_out is not None:
+                left_out.add(place, row.problem)
+            else:
+                raise ValueError(f"{place}: {row.problem}")
         if count == 0:
             raise ValueError(
                 f"{path} has no rows. It must hold a JSON object per line, as `dspark-hf prepare` writes."
@@ -74,7 +72,11 @@ def read_rows(paths: Iterable[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def encode_row(
-    place: str, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None = None
+    place: str,
+    row: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    enable_thinking: bool | None = None,
+    end_ids: Collection[int] = (),
 ) -> TrainingSequence:
     """Tokens of an answered row; the ones that the target wrote where the row has them.
 
@@ -83,29 +85,79 @@ def encode_row(
         row (`dict[str, Any]`): With `prompt_ids` and `answer_ids`, or `messages` whose last is the assistant's.
         tokenizer (`PreTrainedTokenizerBase`): The target's.
         enable_thinking (`bool`, *optional*): The chat template's thinking switch.
+        end_ids (`Collection[int]`, *optional*, defaults to `()`): Tokens that the target's `generate` stops at.
 
     Returns:
         [`TrainingSequence`]
 
     Raises:
-        ValueError: If the row holds no answer.
+        ValueError: If the row holds no answer, or the chat template does not say how the target would write it.
     """
+    try:
+        return _encoded(row, tokenizer, enable_thinking, end_ids)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def encode_rows(
+    paths: Iterable[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    enable_thinking: bool | None = None,
+    end_ids: Collection[int] = (),
+) -> list[TrainingSequence]:
+    """Sequences of files of answered rows; rows that cannot be used are left out, and named in the log.
+
+    Args:
+        paths (`Iterable[Path]`): JSON Lines files.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        enable_thinking (`bool`, *optional*): The chat template's thinking switch.
+        end_ids (`Collection[int]`, *optional*, defaults to `()`): Tokens that the target's `generate` stops at.
+
+    Returns:
+        `list[TrainingSequence]`, at least one.
+
+    Raises:
+        ValueError: If no row can be used, with the first reasons, or a file has no rows.
+    """
+    left_out, sequences = LeftOut(), []
+    for place, row in read_rows(paths, left_out):
+        try:
+            sequences.append(_encoded(row, tokenizer, enable_thinking, end_ids))
+        except ValueError as error:
+            left_out.add(place, str(error))
+    left_out.finish(len(sequences))
+    return sequences
+
+
+def _encoded(
+    row: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    enable_thinking: bool | None,
+    end_ids: Collection[int],
+) -> TrainingSequence:
     if "prompt_ids" in row and "answer_ids" in row:
-        for name in ("prompt_ids", "answer_ids"):
-            if not isinstance(row[name], list) or not all(type(i) is int and i >= 0 for i in row[name]):
-                raise ValueError(f"{place}: `{name}` must be a list of token ids, got {str(row[name])[:80]!r}.")
-        return TrainingSequence((*row["prompt_ids"], *row["answer_ids"]), len(row["prompt_ids"]))
+        prompt, answer = _token_ids(row, "prompt_ids"), _token_ids(row, "answer_ids")
+        return TrainingSequence((*prompt, *answer), len(prompt))
     messages = row.get("messages")
-    if not is_conversation(messages) or len(messages) < 2 or messages[-1]["role"] != "assistant":
+    if not isinstance(messages, list) or not messages or not is_answer(messages[-1]):
         raise ValueError(
-            f"{place} has no answer: it needs `messages` (`role` and `content`) that end with the assistant's, or "
-            f"`prompt_ids` and `answer_ids`; got the fields {sorted(row)}. Let the target answer with `dspark-hf "
-            "prepare`."
+            "The row has no answer: it needs `messages` that end with the assistant's, or `prompt_ids` and "
+            f"`answer_ids`; got the fields {sorted(row)}. Let the target answer with `dspark-hf prepare`."
         )
-    prompt = encode_messages(tokenizer, messages[:-1], enable_thinking)
-    answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
-    ended = row.get("finish_reason", "stop") == "stop" and tokenizer.eos_token_id is not None
-    return TrainingSequence((*prompt, *answer, *([tokenizer.eos_token_id] if ended else [])), len(prompt))
+    turns = read_messages(messages)
+    check_prompt(turns[:-1])
+    reason, tools = row.get("finish_reason") or "stop", read_tools(row.get("tools"))
+    prompt, answer = encode_conversation(tokenizer, turns, reason, enable_thinking, tools, end_ids)
+    if not answer:
+        raise ValueError("The answer must have at least one token, got none.")
+    return TrainingSequence((*prompt, *answer), len(prompt))
+
+
+def _token_ids(row: dict[str, Any], name: str) -> list[int]:
+    ids = row[name]
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(f"`{name}` must be a list of at least one token id, got {shortened(ids)}.")
+    return ids
 
 
 def find_mask_token_id(
@@ -129,7 +181,7 @@ def find_mask_token_id(
         ValueError: If there is no such row.
     """
     used = {token for sequence in sequences for token in sequence.input_ids} | set(tokenizer.all_special_ids)
-    template = tokenizer.chat_template or ""
+    template = template_text(tokenizer)
     reserved = [i for i, token in tokenizer.added_tokens_decoder.items() if token.content not in template]
     for candidate in (*range(len(tokenizer), vocab_size), *sorted(reserved)):
         if candidate not in used:
@@ -141,23 +193,27 @@ def find_mask_token_id(
 
 
 def choose_vocabulary(
-    sequences: Sequence[TrainingSequence], size: int, always: Iterable[int] = ()
+    sequences: Sequence[TrainingSequence], size: int, always: Collection[int] = ()
 ) -> tuple[list[int], float]:
     """The most frequent answer tokens, for a reduced draft vocabulary.
 
     Args:
         sequences (`Sequence[TrainingSequence]`): Training data.
         size (`int`): Tokens to keep.
-        always (`Iterable[int]`, *optional*): Tokens kept in any case, the end token for example.
+        always (`Collection[int]`, *optional*): Tokens kept in any case, the end token for example.
 
     Returns:
         `tuple`: ascending token ids, and the share of answer tokens they cover, in [0, 1].
 
     Raises:
-        ValueError: If the answers have fewer different tokens than `size`.
+        ValueError: If the answers have fewer different tokens than `size`, or `always` has more.
     """
     counts = Counter(token for sequence in sequences for token in sequence.input_ids[sequence.num_prompt_tokens :])
     kept = list(dict.fromkeys([*always, *(token for token, _ in counts.most_common())]))[:size]
+    if not set(always) <= set(kept):
+        raise ValueError(
+            f"`draft_vocab_size` must hold the {len(set(always))} tokens that end an answer, got {size}. Raise it."
+        )
     if len(kept) < size:
         raise ValueError(
             f"`draft_vocab_size` must not exceed the {len(kept)} different tokens in the answers, got {size}. Lower "

@@ -9,29 +9,39 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ._version import __version__
+from .answer_server import AnswerServer, Refusal, ServerAnswer
+from .chat import template_hash
+from .chat_tokens import encode_messages, end_token_ids, user_turn
+from .data_file import DataFile, RefusedFile
+from .json_lines import shortened
+from .left_out import LeftOut
 from .row_generation import RowGenerator, RowRequest, SamplingSettings
-from .text_files import write_text
 
+
+__all__ = [
+    "DataFile",
+    "PrepareSettings",
+    "PromptRow",
+    "encode_messages",
+    "template_hash",
+    "write_answers",
+    "write_answers_from_server",
+    "write_self_prompts",
+]
 
 logger = logging.get_logger("transformers.dspark_hf.prepare")
 
 MIN_SELF_PROMPT_WORDS = 3
-_MARK = "\u241f"  # a character no chat template contains
+PROBE = ({"role": "user", "content": "Hello"},)
 
 
 @dataclass(frozen=True)
@@ -39,17 +49,40 @@ class PromptRow:
     """A conversation to be answered.
 
     Args:
-        messages (`tuple[dict[str, str], ...]`): `role` and `content`; the last one is the user's.
+        messages (`tuple[dict[str, Any], ...]`): `role` and `content`, and what else chat templates read; the last one
+            is the user's or the result of a tool.
         source (`str`, *optional*, defaults to `""`): Where it came from, for statistics.
+        tools (`tuple[dict[str, Any], ...]`, *optional*, defaults to `()`): Tools offered to the target.
+        place (`str`, *optional*, defaults to `""`): File and line, for messages.
     """
 
-    messages: tuple[dict[str, str], ...]
+    messages: tuple[dict[str, Any], ...]
     source: str = ""
+    tools: tuple[dict[str, Any], ...] = ()
+    place: str = ""
 
     @property
     def key(self) -> str:
         """`str`: Identifies the conversation, so that a resumed run answers nothing twice."""
-        return hashlib.sha256(json.dumps(self.messages, sort_keys=True).encode()).hexdigest()[:16]
+        asked = [self.messages, self.tools] if self.tools else self.messages
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def where(self) -> str:
+        """`str`: Its place, or how its last turn begins."""
+        return self.place or f"The prompt {shortened(self.messages[-1].get('content'), 40)}"
+
+    def row(self, answer: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        """A row of a file about this prompt.
+
+        Args:
+            answer (`Sequence[dict[str, Any]]`, *optional*, defaults to `()`): The turn that answers it, if any.
+
+        Returns:
+            `dict[str, Any]`: `key`, `messages`, `tools` where there are any, and `source`.
+        """
+        tools = {"tools": list(self.tools)} if self.tools else {}
+        return {"key": self.key, "messages": [*self.messages, *answer], **tools, "source": self.source}
 
 
 @dataclass(frozen=True)
@@ -70,151 +103,6 @@ class PrepareSettings:
     template_sha256: str = ""
 
 
-def is_conversation(messages: Any) -> bool:
-    """Whether something read from a file is a list of turns, each with the texts `role` and `content`.
-
-    Args:
-        messages (`Any`): What stood in the file.
-
-    Returns:
-        `bool`
-    """
-    return isinstance(messages, list) and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-        for turn in messages
-    )
-
-
-def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of a chat template: a draft is right for the template it was trained with only.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-
-    Returns:
-        `str`: SHA-256 in hex; of the empty text where there is no template.
-    """
-    return hashlib.sha256((tokenizer.chat_template or "").encode()).hexdigest()
-
-
-def encode_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]], enable_thinking: bool | None = None
-) -> tuple[int, ...]:
-    """Tokens of a conversation up to where the answer begins.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        messages (`Sequence[dict[str, str]]`): The conversation, the user's turn last.
-        enable_thinking (`bool`, *optional*): The template's thinking switch.
-
-    Returns:
-        `tuple[int, ...]`
-
-    Raises:
-        ValueError: If the tokenizer has no chat template, or the template adds nothing where the answer should begin.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "The target's tokenizer has no chat template, so nothing says where an answer begins. Set "
-            "`tokenizer.chat_template`, or save one with the target."
-        )
-    switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-
-    def render(add_generation_prompt: bool) -> list[int]:
-        return tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=add_generation_prompt, return_dict=True, **switch
-        )["input_ids"]
-
-    ids = render(True)
-    if len(ids) <= len(render(False)):
-        raise ValueError(
-            "The chat template ignores `add_generation_prompt`: it adds nothing where the answer should begin. Use a "
-            "template with a generation prompt."
-        )
-    return tuple(ids)
-
-
-def self_prompt_header(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text before a user's turn in the chat template: an instruct target goes on with a turn of its own making.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-
-    Returns:
-        `str`
-
-    Raises:
-        ValueError: If there is no chat template.
-    """
-    if not tokenizer.chat_template:
-        raise ValueError("Without a chat template the target cannot write prompts. Pass prompts in a file.")
-    text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
-    return text[: text.index(_MARK)]
-
-
-class DataFile:
-    """A JSON Lines file that grows row by row, with the settings it was made with beside it.
-
-    Args:
-        path (`Path`): The file.
-        settings (`PrepareSettings`): What the rows are made with.
-
-    Raises:
-        ValueError: If the file exists and was made with other settings, or is no such file.
-    """
-
-    def __init__(self, path: Path, settings: PrepareSettings):
-        self.path = Path(path)
-        self.settings_path = self.path.with_suffix(".settings.json")
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._check_settings(settings)
-        self.keys = {row["key"] for row in self._repaired_rows()}
-
-    def _check_settings(self, settings: PrepareSettings) -> None:
-        wanted = asdict(settings)
-        if self.path.exists():
-            if not self.settings_path.exists():
-                raise ValueError(
-                    f"{self.path} exists, but {self.settings_path.name} beside it does not: it is not a file that can "
-                    "be continued. Choose another output."
-                )
-            found = json.loads(self.settings_path.read_text())["settings"]
-            if found != wanted:
-                different = sorted(name for name in wanted if found.get(name) != wanted[name])
-                raise ValueError(
-                    f"{self.path} was made with other settings ({', '.join(different)}): "
-                    f"{ {name: found.get(name) for name in different} }, got "
-                    f"{ {name: wanted[name] for name in different} }. Rows of two kinds must not mix; choose another "
-                    "output."
-                )
-            return
-        versions = {"dspark_hf": __version__, "transformers": transformers.__version__}
-        write_text(self.settings_path, json.dumps({"settings": wanted, "versions": versions}, indent=2))
-
-    def _repaired_rows(self) -> Iterator[dict[str, Any]]:
-        """Rows so far; a last line that a kill cut in half is removed from the file."""
-        if not self.path.exists():
-            return
-        complete = 0
-        with self.path.open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                yield json.loads(line)
-                complete += len(line)
-        os.truncate(self.path, complete)
-
-    def append(self, row: dict[str, Any]) -> None:
-        """Add a row and flush it.
-
-        Args:
-            row (`dict[str, Any]`): With a `key`.
-        """
-        with self.path.open("ab") as file:
-            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
-        self.keys.add(row["key"])
-
-
 def write_answers(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -225,57 +113,62 @@ def write_answers(
     max_prompt_tokens: int = 512,
     on_row: Callable[[dict[str, Any]], None] | None = None,
     on_skip: Callable[[], None] | None = None,
+    left_out: LeftOut | None = None,
 ) -> int:
     """Let the target answer prompts, many at once on this machine.
+
+    A prompt that the chat template refuses, or that is too long, is left out and named in the log.
 
     Args:
         target (`PreTrainedModel`): The model to train a draft for.
         tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
         prompts (`Iterable[PromptRow]`): Prompts; those already answered in `output` are skipped.
-        output (`Path`): JSON Lines file; rows hold `messages`, `prompt_ids`, `answer_ids`, `finish_reason`, `source`.
+        output (`Path`): JSON Lines file; rows hold `messages`, `prompt_ids`, `answer_ids`, `finish_reason`, `source`,
+            and `tools` where there are any.
         settings (`PrepareSettings`): Recorded beside it.
         num_rows (`int`, *optional*, defaults to 64): Answers written at once.
-        max_prompt_tokens (`int`, *optional*, defaults to 512): Longer prompts are left out, with a warning.
+        max_prompt_tokens (`int`, *optional*, defaults to 512): Longer prompts are left out.
         on_row (`Callable`, *optional*): Called with each finished row.
-        on_skip (`Callable`, *optional*): Called for each prompt that gets no row: answered, repeated or too long.
+        on_skip (`Callable`, *optional*): Called for each prompt that gets no row: answered, repeated or left out.
+        left_out (`LeftOut`, *optional*): Rows that were left out before.
 
     Returns:
         `int`: Rows added.
 
     Raises:
-        ValueError: If `output` was made with other settings, or `max_prompt_tokens` is below 1.
+        ValueError: If `output` was made with other settings, `max_prompt_tokens` is below 1, or no prompt can be
+            answered.
     """
     if max_prompt_tokens < 1:
         raise ValueError(f"`max_prompt_tokens` must be >= 1, got {max_prompt_tokens}.")
     file = DataFile(output, settings)
-    engine = RowGenerator(target, settings.sampling, _end_tokens(target, tokenizer), num_rows)
-    seen, num_too_long = set(file.keys), 0
+    engine = RowGenerator(target, settings.sampling, end_token_ids(target, tokenizer), num_rows)
+    left_out = left_out if left_out is not None else LeftOut()
 
     def requests() -> Iterator[RowRequest]:
-        nonlocal num_too_long
-        for prompt in prompts:
-            if prompt.key not in seen:
-                seen.add(prompt.key)
-                ids = encode_messages(tokenizer, prompt.messages, settings.enable_thinking)
-                if len(ids) <= max_prompt_tokens:
-                    yield RowRequest((prompt, ids), ids)
-                    continue
-                num_too_long += 1
-            if on_skip is not None:
-                on_skip()
+        for prompt in _new_prompts(prompts, file.keys, on_skip):
+            try:
+                ids = encode_messages(tokenizer, prompt.messages, settings.enable_thinking, prompt.tools)
+                _check_length(ids, max_prompt_tokens)
+            except ValueError as error:
+                left_out.add(prompt.where, str(error))
+                if on_skip is not None:
+                    on_skip()
+            else:
+                yield RowRequest((prompt, ids), ids)
 
     added = 0
     for answer in engine.run(requests()):
         prompt, prompt_ids = answer.key
         text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-        row = _row(prompt, text, answer.finish_reason)
+        row = prompt.row([{"role": "assistant", "content": text}])
+        row |= {"finish_reason": answer.finish_reason}
         row |= {"prompt_ids": list(prompt_ids), "answer_ids": list(answer.token_ids)}
         file.append(row)
         added += 1
         if on_row is not None:
             on_row(row)
-    if num_too_long:
-        logger.warning(f"{num_too_long} prompts of more than {max_prompt_tokens} tokens were left out.")
+    left_out.finish(len(file.keys))
     return added
 
 
@@ -306,9 +199,8 @@ def write_self_prompts(
     Returns:
         `int`: Rows added; fewer than wanted where the target keeps repeating itself.
     """
+    header, end_tokens = user_turn(target, tokenizer)
     file = DataFile(output, settings)
-    header = self_prompt_header(tokenizer)
-    end_tokens = _end_tokens(target, tokenizer)
     # Another stream than the first run's, or a resumed run would write the same prompts again.
     sampling = SamplingSettings(**(asdict(settings.sampling) | {"seed": settings.sampling.seed + len(file.keys)}))
     engine = RowGenerator(target, sampling, end_tokens, num_rows)
@@ -334,7 +226,7 @@ def write_self_prompts(
         prompt = PromptRow(({"role": "user", "content": text},), "self")
         if prompt.key in file.keys:
             continue
-        row = {"key": prompt.key, "messages": list(prompt.messages), "source": "self"}
+        row = prompt.row()
         file.append(row)
         added += 1
         if on_row is not None:
@@ -353,96 +245,108 @@ def write_answers_from_server(
     api_key: str | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
     on_skip: Callable[[], None] | None = None,
+    left_out: LeftOut | None = None,
+    ask_refused: bool = False,
 ) -> int:
     """Let a served target answer prompts, through any OpenAI-compatible server (vLLM, SGLang, ...).
 
-    The server returns text, so the rows have no token ids; training encodes them with the target's template.
+    The server returns text, so the rows have no token ids; training encodes them with the target's template. A prompt
+    that the server refuses (4xx) is left out, and recorded with the server's words in `NAME.refused.jsonl` beside
+    `output`; a later run does not ask it again.
 
     Args:
         url (`str`): Base URL, `http://localhost:8000/v1` for example.
         model (`str`): Name of the target at the server.
         prompts (`Iterable[PromptRow]`): Prompts; those already answered in `output` are skipped.
-        output (`Path`): JSON Lines file of `messages`, `finish_reason`, `source`.
-        settings (`PrepareSettings`): Recorded beside it.
+        output (`Path`): JSON Lines file of `messages`, `finish_reason`, `source`, and `tools` where there are any.
+        settings (`PrepareSettings`): Recorded beside it; sampling arguments that are `None` are not sent.
         concurrency (`int`, *optional*, defaults to 16): Requests in flight.
         retries (`int`, *optional*, defaults to 5): Further tries after a failure, with growing pauses.
         api_key (`str`, *optional*): Sent as a bearer token.
         on_row (`Callable`, *optional*): Called with each finished row.
-        on_skip (`Callable`, *optional*): Called for each prompt that gets no row: answered or repeated.
+        on_skip (`Callable`, *optional*): Called for each prompt that gets no row: answered, repeated or refused.
+        left_out (`LeftOut`, *optional*): Rows that were left out before.
+        ask_refused (`bool`, *optional*, defaults to `False`): Ask again what the server refused in an earlier run.
 
     Returns:
         `int`: Rows added.
 
     Raises:
-        RuntimeError: If a request keeps failing; rows so far are kept.
-        ValueError: If `output` was made with other settings.
+        RuntimeError: If the server keeps failing, or refuses every request; rows so far are kept.
+        ValueError: If `output` was made with other settings, or every prompt was refused.
     """
+    server = AnswerServer(url, model, settings.sampling, settings.enable_thinking, retries, api_key)
     file = DataFile(output, settings)
-    seen, waiting, added = set(file.keys), [], 0
-    for prompt in prompts:
-        if prompt.key not in seen:
-            seen.add(prompt.key)
-            waiting.append(prompt)
-        elif on_skip is not None:
-            on_skip()
-
-    def ask(prompt: PromptRow) -> dict[str, Any]:
-        choice = _post(f"{url.rstrip('/')}/chat/completions", _body(model, prompt, settings), api_key, retries)
-        return _row(prompt, choice["message"]["content"] or "", choice.get("finish_reason") or "stop")
-
-    with ThreadPoolExecutor(concurrency) as pool:
-        # A chunk at a time, so that a server that is down ends the run instead of failing for every prompt.
-        for begin in range(0, len(waiting), 4 * concurrency):
-            for row in pool.map(ask, waiting[begin : begin + 4 * concurrency]):
-                file.append(row)
-                added += 1
-                if on_row is not None:
-                    on_row(row)
+    refused = RefusedFile(file, ask_refused)
+    left_out = left_out if left_out is not None else LeftOut()
+    waiting = list(_new_prompts(prompts, file.keys | refused.keys, on_skip))
+    if refused.keys:
+        logger.warning(
+            f"{len(refused.keys)} prompts that the server refused are in {refused.path}. They are not asked again "
+            "without `--ask-refused`."
+        )
+    added = num_refused = 0
+    for prompt, answer in _asked(server, waiting, concurrency):
+        if isinstance(answer, Refusal):
+            if not added and not num_refused:
+                _check_arguments(server)
+            refused.append(prompt.row() | {"status": answer.status, "reason": answer.reason})
+            left_out.add(prompt.where, f"The server said {answer.status} ({answer.reason}).")
+            num_refused += 1
+            if on_skip is not None:
+                on_skip()
+            continue
+        row = prompt.row([answer.message]) | {"finish_reason": answer.finish_reason}
+        file.append(row)
+        added += 1
+        if on_row is not None:
+            on_row(row)
+    left_out.finish(len(file.keys))
     return added
 
 
-def _body(model: str, prompt: PromptRow, settings: PrepareSettings) -> dict[str, Any]:
-    sampling = settings.sampling
-    body = {
-        "model": model,
-        "messages": list(prompt.messages),
-        "max_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "seed": sampling.seed,
-    }
-    if settings.enable_thinking is not None:
-        body["chat_template_kwargs"] = {"enable_thinking": settings.enable_thinking}
-    return body
+def _new_prompts(
+    prompts: Iterable[PromptRow], known: set[str], on_skip: Callable[[], None] | None
+) -> Iterator[PromptRow]:
+    """Prompts that are not known, each once."""
+    seen = set(known)
+    for prompt in prompts:
+        if prompt.key not in seen:
+            seen.add(prompt.key)
+            yield prompt
+        elif on_skip is not None:
+            on_skip()
 
 
-def _post(url: str, body: dict[str, Any], api_key: str | None, retries: int) -> dict[str, Any]:
-    headers = {"Content-Type": "application/json"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    for attempt in range(retries + 1):
-        try:
-            with urllib.request.urlopen(request, timeout=600) as response:
-                return json.load(response)["choices"][0]
-        except (urllib.error.URLError, OSError, KeyError, IndexError, json.JSONDecodeError) as error:
-            final = isinstance(error, urllib.error.HTTPError) and error.code in (400, 401, 403, 404, 422)
-            if final or attempt == retries:
-                raise RuntimeError(
-                    f"The server at {url} did not answer after {attempt + 1} tries ({error}). Rows so far are kept; "
-                    "run the same command again once it is up."
-                ) from error
-            time.sleep(min(2**attempt, 30))
-    raise ValueError(f"`retries` must be >= 0, got {retries}.")
+def _check_length(ids: Sequence[int], max_prompt_tokens: int) -> None:
+    if len(ids) > max_prompt_tokens:
+        raise ValueError(
+            f"A prompt must have at most {max_prompt_tokens} tokens, got {len(ids)}. Raise `max_prompt_tokens`."
+        )
 
 
-def _row(prompt: PromptRow, text: str, finish_reason: str) -> dict[str, Any]:
-    messages = [*prompt.messages, {"role": "assistant", "content": text}]
-    return {"key": prompt.key, "messages": messages, "finish_reason": finish_reason, "source": prompt.source}
+def _asked(
+    server: AnswerServer, prompts: Sequence[PromptRow], concurrency: int
+) -> Iterator[tuple[PromptRow, ServerAnswer | Refusal]]:
+    """What a server says to prompts, in their order."""
+    pool = ThreadPoolExecutor(concurrency)
+    try:
+        # A chunk at a time, so that a server that is down ends the run instead of failing for every prompt.
+        for begin in range(0, len(prompts), 4 * concurrency):
+            chunk = prompts[begin : begin + 4 * concurrency]
+            answers = pool.map(lambda prompt: server.ask(prompt.messages, prompt.tools), chunk)
+            yield from zip(chunk, answers, strict=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
-def _end_tokens(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    ids = target.generation_config.eos_token_id
-    ids = ids if isinstance(ids, (list, tuple)) else [ids]
-    return frozenset(i for i in (*ids, tokenizer.eos_token_id) if i is not None)
+def _check_arguments(server: AnswerServer) -> None:
+    """After a first refusal: a server that refuses a short prompt too refuses the arguments that come with it."""
+    answer = server.ask(PROBE)
+    if isinstance(answer, Refusal):
+        sent = ", ".join(f"`{name}`" for name in server.arguments)
+        raise RuntimeError(
+            f"The server at {server.url} said {answer.status} ({answer.reason}) even to a short prompt. Requests hold "
+            f"{sent}. Leave out the option that it names (`--temperature`, `--top-k`, `--top-p`, `--seed`, "
+            "`--enable-thinking`), since what is not given is not sent, or lower `--max-new-tokens`."
+        )

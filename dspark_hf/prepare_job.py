@@ -12,11 +12,12 @@ from typing import Any
 from rich.progress import Progress
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .conversations import check_prompt, is_answer, read_messages, read_tools
 from .data import read_rows
+from .left_out import LeftOut
 from .prepare import (
     PrepareSettings,
     PromptRow,
-    is_conversation,
     template_hash,
     write_answers,
     write_answers_from_server,
@@ -71,10 +72,11 @@ class PrepareJob:
         Raises:
             ValueError: If there are no prompts, or a file was made with other settings.
         """
-        prompts = list(islice(self._prompts(), self.limit))
+        left_out = LeftOut()
+        prompts = list(islice(self._prompts(left_out), self.limit))
         if self.num_self_prompts:
-            prompts += self._self_prompts(target, tokenizer, progress)
-        prompts = self._limited(prompts)
+            prompts += self._self_prompts(target, tokenizer, progress, left_out)
+        prompts = self._limited(prompts, left_out)
         task = progress.add_task("Answers", total=len(prompts))
         return write_answers(
             target,
@@ -86,9 +88,18 @@ class PrepareJob:
             self.max_prompt_tokens,
             on_row=lambda _: progress.advance(task),
             on_skip=lambda: progress.advance(task),
+            left_out=left_out,
         )
 
-    def run_at_server(self, url: str, model: str, concurrency: int, progress: Progress) -> int:
+    def run_at_server(
+        self,
+        url: str,
+        model: str,
+        concurrency: int,
+        progress: Progress,
+        api_key: str | None = None,
+        ask_refused: bool = False,
+    ) -> int:
         """Answer at an OpenAI-compatible server.
 
         Args:
@@ -96,6 +107,8 @@ class PrepareJob:
             model (`str`): Name of the target there.
             concurrency (`int`): Requests in flight.
             progress (`Progress`): Where to show progress.
+            api_key (`str`, *optional*): Sent as a bearer token.
+            ask_refused (`bool`, *optional*, defaults to `False`): Ask again what it refused in an earlier run.
 
         Returns:
             `int`: Rows added.
@@ -106,7 +119,8 @@ class PrepareJob:
         """
         if self.num_self_prompts:
             raise ValueError("A server answers chats only: `--self-prompts` needs the target on this machine.")
-        prompts = self._limited(self._prompts())
+        left_out = LeftOut()
+        prompts = self._limited(self._prompts(left_out), left_out)
         task = progress.add_task("Answers", total=len(prompts))
         settings = PrepareSettings(model, self.sampling, self.enable_thinking)
         return write_answers_from_server(
@@ -116,27 +130,31 @@ class PrepareJob:
             self.output,
             settings,
             concurrency,
+            api_key=api_key,
             on_row=lambda _: progress.advance(task),
             on_skip=lambda: progress.advance(task),
+            left_out=left_out,
+            ask_refused=ask_refused,
         )
 
     def _settings(self, name: str, tokenizer: PreTrainedTokenizerBase) -> PrepareSettings:
         return PrepareSettings(Path(name).name, self.sampling, self.enable_thinking, template_hash(tokenizer))
 
-    def _limited(self, prompts: Iterable[PromptRow]) -> list[PromptRow]:
+    def _limited(self, prompts: Iterable[PromptRow], left_out: LeftOut) -> list[PromptRow]:
         chosen = list(islice(prompts, self.limit))
         if not chosen:
+            left_out.finish(0)
             raise ValueError("There are no prompts. Pass `--prompts`, `--dataset` or `--self-prompts`.")
         return chosen
 
-    def _prompts(self) -> Iterator[PromptRow]:
-        for place, row in read_rows(self.prompt_files):
-            yield _prompt_row(place, row, Path(place.rsplit(":", 1)[0]).stem)
+    def _prompts(self, left_out: LeftOut) -> Iterator[PromptRow]:
+        for path in self.prompt_files:
+            yield from _usable(read_rows([path], left_out), path.stem, left_out)
         if self.dataset is not None:
-            yield from _dataset_prompts(self.dataset)
+            yield from _usable(_dataset_rows(self.dataset), self.dataset, left_out)
 
     def _self_prompts(
-        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, progress: Progress
+        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, progress: Progress, left_out: LeftOut
     ) -> list[PromptRow]:
         path = self.output.with_suffix(".prompts.jsonl")
         task = progress.add_task("Prompts", total=self.num_self_prompts)
@@ -152,27 +170,35 @@ class PrepareJob:
             on_row=lambda _: progress.advance(task),
             on_skip=lambda: progress.advance(task),
         )
-        return [_prompt_row(place, row, "self") for place, row in read_rows([path])]
+        return list(_usable(read_rows([path], left_out), "self", left_out))
+
+
+def _usable(rows: Iterable[tuple[str, dict[str, Any]]], source: str, left_out: LeftOut) -> Iterator[PromptRow]:
+    """Rows as prompts; those that hold none are left out."""
+    for place, row in rows:
+        try:
+            yield _prompt_row(place, row, source)
+        except ValueError as error:
+            left_out.add(place, str(error))
 
 
 def _prompt_row(place: str, row: dict[str, Any], source: str) -> PromptRow:
     messages = row.get("messages")
-    if messages is None and isinstance(row.get("prompt"), str):
+    if messages is None and row.get("prompt") is not None:
         messages = [{"role": "user", "content": row["prompt"]}]
-    if is_conversation(messages) and messages and messages[-1]["role"] == "assistant":
+    if messages is None:
+        raise ValueError(f"The row has no prompt: it needs `messages` or `prompt`, got the fields {sorted(row)}.")
+    if isinstance(messages, list) and messages and is_answer(messages[-1]):
         messages = messages[:-1]  # answers of others are replaced by the target's own
-    if not is_conversation(messages) or not messages or messages[-1]["role"] != "user":
-        raise ValueError(
-            f"{place} has no prompt: it needs `messages` (`role` and `content`) or `prompt`, got the fields "
-            f"{sorted(row)}."
-        )
-    return PromptRow(tuple({"role": m["role"], "content": m["content"]} for m in messages), source)
+    turns = read_messages(messages)
+    check_prompt(turns)
+    return PromptRow(tuple(turns), source, read_tools(row.get("tools")), place)
 
 
-def _dataset_prompts(name: str) -> Iterator[PromptRow]:
+def _dataset_rows(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise ValueError('`--dataset` needs the datasets package: pip install "dspark-hf[train]".') from error
     for number, row in enumerate(load_dataset(name, split="train", streaming=True)):
-        yield _prompt_row(f"{name}:{number}", row, name)
+        yield f"{name}:{number}", row

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts to measure and to show a pair with: a few built-in ones, and a reader for a user's own file."""
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .json_lines import JsonRow, read_json_array, read_json_lines, read_lines, shortened
 
 
 __all__ = ["BUILTIN_PROMPTS", "Prompt", "read_prompts"]
@@ -86,7 +87,7 @@ def read_prompts(path: str | os.PathLike) -> list[Prompt]:
 
     Args:
         path (`str` or `os.PathLike`):
-            The file, in UTF-8.
+            The file, in UTF-8, or in UTF-16 with a byte order mark.
 
     Returns:
         `list[Prompt]`: the prompts in the order of the file, at least one. The domain is `"general"` where none is
@@ -94,88 +95,61 @@ def read_prompts(path: str | os.PathLike) -> list[Prompt]:
 
     Raises:
         FileNotFoundError: If there is no such file.
-        ValueError: If the file has another ending, is not UTF-8, holds no prompt, or has a malformed row.
+        ValueError: If the file has another ending or encoding, holds no prompt, or has a malformed row.
     """
-    path = Path(path)
-    readers = {".txt": _read_txt, ".json": _read_json, ".jsonl": _read_jsonl}
+    return [row_prompt(where, row) for where, row in read_prompt_rows(Path(path))]
+
+
+def read_prompt_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Rows of a user's file; a line of a `.txt` file is a row with a `prompt`.
+
+    Args:
+        path (`Path`): See [`read_prompts`].
+
+    Returns:
+        `list[tuple[str, dict]]`: where each row stands, for messages, and the row; at least one.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file has another ending or encoding, or holds no row, or a row that is no JSON object.
+    """
+    readers = {".txt": _txt_rows, ".json": read_json_array, ".jsonl": read_json_lines}
     if path.suffix.lower() not in readers:
         raise ValueError(
             f"A prompt file must end in .txt, .json or .jsonl, got {str(path)!r}. Rename it after what it holds."
         )
     if not path.is_file():
         raise FileNotFoundError(f"A prompt file must exist, got {str(path)!r}. Check the path.")
-    prompts = list(readers[path.suffix.lower()](path, _read_text(path)))
-    if not prompts:
+    rows = []
+    for row in readers[path.suffix.lower()](path):
+        where = f"{path}, {row.unit} {row.number}"
+        if row.value is None:
+            hint = " If it holds plain text, name the file .txt." if path.suffix.lower() == ".jsonl" else ""
+            raise ValueError(f"{where}: {row.problem}{hint}")
+        rows.append((where, row.value))
+    if not rows:
         raise ValueError(f"{path}: a prompt file must hold at least one prompt, got none. Add one prompt a line.")
-    return prompts
+    return rows
 
 
-def _read_text(path: Path) -> str:
-    data = path.read_bytes()
-    try:
-        # "-sig", since Windows editors begin a UTF-8 file with a byte order mark.
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise ValueError(
-            f"{path}, line {line}: a prompt file must be UTF-8, got the byte 0x{data[error.start]:02x} "
-            f"({error.reason}). Save it as UTF-8."
-        ) from error
+def row_prompt(where: str, row: dict[str, Any]) -> Prompt:
+    """The prompt of a row.
 
+    Args:
+        where (`str`): Where it stands, for messages.
+        row (`dict[str, Any]`): See [`read_prompts`].
 
-def _numbered_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that are not blank, numbered from 1."""
-    # Not `splitlines`: it also cuts at U+2028 and the like, which may stand inside a JSON string.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield number, line.strip()
+    Returns:
+        [`Prompt`]
 
-
-def _read_txt(_path: Path, text: str) -> Iterator[Prompt]:
-    return (Prompt(DEFAULT_DOMAIN, line) for _, line in _numbered_lines(text))
-
-
-def _read_jsonl(path: Path, text: str) -> Iterator[Prompt]:
-    for number, line in _numbered_lines(text):
-        where = f"{path}, line {number}"
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{where}: each line must be one JSON object, got {_shortened(line)} ({error.msg}, column "
-                f"{error.colno}). Correct the line, or name the file .txt if it holds plain text."
-            ) from error
-        yield _row_prompt(where, row)
-
-
-def _read_json(path: Path, text: str) -> Iterator[Prompt]:
-    try:
-        rows = json.loads(text) if text.strip() else []
-    except json.JSONDecodeError as error:
-        got = _shortened(text.split("\n")[error.lineno - 1].strip())
-        raise ValueError(
-            f"{path}, line {error.lineno}: the file must be valid JSON, got {got} ({error.msg}, column "
-            f"{error.colno}). Correct the line, or name the file .jsonl if each line is an object of its own."
-        ) from error
-    if not isinstance(rows, list):
-        raise ValueError(
-            f"{path}, line 1: the file must be a list of JSON objects, got {_kind(rows)}. Put [ and ] around the rows."
-        )
-    for number, row in enumerate(rows, start=1):
-        yield _row_prompt(f"{path}, row {number}", row)
-
-
-def _row_prompt(where: str, row: Any) -> Prompt:
-    if not isinstance(row, dict):
-        raise ValueError(
-            f"{where}: each row must be a JSON object, got {_kind(row)}. Write a prompt as "
-            f'{{"prompt": "..."}}, or name the file .txt if it holds plain text.'
-        )
+    Raises:
+        ValueError: If it has none.
+    """
     text = _row_text(row)
     if not isinstance(text, str) or not text.strip():
         raise ValueError(
             f"{where}: a row must have a `prompt` string, `messages` with a user message, or `turns`, got "
-            f'{_shortened(json.dumps(row, ensure_ascii=False))}. Write it as {{"prompt": "..."}}.'
+            f'{shortened(row)}. Write it as {{"prompt": "..."}}.'
         )
     domain = row.get("domain") or row.get("category") or DEFAULT_DOMAIN
     if not isinstance(domain, str):
@@ -183,7 +157,15 @@ def _row_prompt(where: str, row: Any) -> Prompt:
     return Prompt(domain, text)
 
 
-def _row_text(row: dict) -> Any:
+def _txt_rows(path: Path) -> Iterator[JsonRow]:
+    for line in read_lines(path):
+        if line.problem:
+            yield JsonRow(line.number, None, line.problem)
+        elif line.text:
+            yield JsonRow(line.number, {"prompt": line.text})
+
+
+def _row_text(row: dict[str, Any]) -> Any:
     """The first user message of a row, unchecked; None if the row has none where it should be."""
     if "prompt" in row:
         return row["prompt"]
@@ -192,12 +174,3 @@ def _row_text(row: dict) -> Any:
         return next((message.get("content") for message in messages if message.get("role") == "user"), None)
     turns = row.get("turns")
     return turns[0] if isinstance(turns, list) and turns else None
-
-
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def _shortened(text: str, limit: int = 80) -> str:
-    return repr(text if len(text) <= limit else text[: limit - 3] + "...")

@@ -7,7 +7,7 @@ Throughput is what counts here, not latency, so no draft is used. Legend: R rows
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .target_structure import backbone_of
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How answers are sampled.
+    """How answers are sampled. All but the length may be `None` for a server, which then uses values of its own.
 
     Args:
         max_new_tokens (`int`, *optional*, defaults to 256): Longest answer.
@@ -36,19 +36,19 @@ class SamplingSettings:
     """
 
     max_new_tokens: int = 256
-    temperature: float = 0.7
-    top_k: int = 20
-    top_p: float = 0.8
-    seed: int = 0
+    temperature: float | None = 0.7
+    top_k: int | None = 20
+    top_p: float | None = 0.8
+    seed: int | None = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"`max_new_tokens` must be >= 1, got {self.max_new_tokens}.")
-        if self.temperature < 0:
+        if self.temperature is not None and self.temperature < 0:
             raise ValueError(f"`temperature` must be >= 0, got {self.temperature}.")
-        if self.top_k < 1:
+        if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"`top_k` must be >= 1, got {self.top_k}.")
-        if not 0 < self.top_p <= 1:
+        if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"`top_p` must lie in (0, 1], got {self.top_p}.")
 
 
@@ -114,6 +114,7 @@ class RowGenerator:
 
     Raises:
         NotImplementedError: If the target has other layers than those with full or sliding attention.
+        ValueError: If a sampling setting is `None`.
     """
 
     def __init__(
@@ -123,6 +124,9 @@ class RowGenerator:
         eos_token_ids: frozenset[int],
         num_rows: int = 64,
     ):
+        unset = [name for name, value in asdict(settings).items() if value is None]
+        if unset:
+            raise ValueError(f"Answers written here need all sampling settings, got None for {unset}. Set them.")
         config = target.config.get_text_config(decoder=True)
         check_layers(target)
         self.target, self.settings, self.eos_token_ids = target, settings, eos_token_ids

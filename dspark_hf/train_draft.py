@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
+from .chat import template_hash
+from .chat_tokens import end_token_ids, generation_end_ids
 from .configuration_dspark import DSparkConfig
 from .data import (
     SequenceDataset,
     TrainingSequence,
     choose_vocabulary,
-    encode_row,
+    encode_rows,
     find_mask_token_id,
-    read_rows,
 )
 from .feature_cache import FeatureCache
 from .modeling_dspark import DSparkDraftModel
-from .prepare import template_hash
 from .text_files import write_text
 from .training import DSparkTrainer, DSparkTrainingArguments
 from .versions import library_versions
@@ -121,7 +121,7 @@ def train_draft(
     Raises:
         ValueError: If the data, the draft or the folder's earlier run do not fit.
     """
-    train, held_out = read_sequences(tokenizer, data_arguments)
+    train, held_out = read_sequences(tokenizer, data_arguments, generation_end_ids(target))
     _check_token_ids([*train, *held_out], target.config.get_text_config(decoder=True).vocab_size)
     set_seed(arguments.seed)
     draft = new_draft(target, tokenizer, train, draft_arguments)
@@ -167,24 +167,25 @@ def own_process_group() -> Iterator[None]:
 
 
 def read_sequences(
-    tokenizer: PreTrainedTokenizerBase, arguments: DataArguments
+    tokenizer: PreTrainedTokenizerBase, arguments: DataArguments, end_ids: Collection[int] = ()
 ) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
     """Read the data and set a part aside, the same one in every run over the same rows.
 
     Args:
         tokenizer (`PreTrainedTokenizerBase`): The target's.
         arguments (`DataArguments`): Where the data is.
+        end_ids (`Collection[int]`, *optional*, defaults to `()`): Tokens that the target's `generate` stops at.
 
     Returns:
         `tuple`: training and held-out sequences.
 
     Raises:
-        ValueError: If a row is malformed, or too few are left for either part.
+        ValueError: If too few rows can be used for either part.
     """
     if not 0 < arguments.held_out < 1:
         raise ValueError(f"`held_out` must lie in (0, 1), got {arguments.held_out}.")
-    rows = read_rows([Path(path) for path in arguments.data])
-    sequences = [encode_row(place, row, tokenizer, arguments.enable_thinking) for place, row in rows]
+    paths = [Path(path) for path in arguments.data]
+    sequences = encode_rows(paths, tokenizer, arguments.enable_thinking, end_ids)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(sequences), generator=generator).tolist()
     count = max(1, round(arguments.held_out * len(sequences)))
@@ -233,7 +234,7 @@ def new_draft(
     )
     draft = DSparkDraftModel(config)
     if config.draft_vocab_size is not None:
-        copy_target_head(draft, target, _kept_ids(tokenizer, sequences, config.draft_vocab_size))
+        copy_target_head(draft, target, _kept_ids(target, tokenizer, sequences, config.draft_vocab_size))
         draft.lm_head.requires_grad_(arguments.train_lm_head)
     if arguments.target_layer_start:
         start_from_target_layers(draft, target)
@@ -254,7 +255,7 @@ def _earlier_draft(
     draft.bind_target(target)  # refuses another target's draft
     wanted, found = arguments.draft_vocab_size, draft.config.draft_vocab_size
     if wanted is not None and found is None:
-        draft = reduce_vocabulary(draft, target, _kept_ids(tokenizer, sequences, wanted))
+        draft = reduce_vocabulary(draft, target, _kept_ids(target, tokenizer, sequences, wanted))
     elif wanted is not None and wanted != found:
         raise ValueError(
             f"`draft_vocab_size` must be that of `init_from`, {found}, or unset, got {wanted}: a reduced vocabulary "
@@ -268,9 +269,10 @@ def _earlier_draft(
     return draft
 
 
-def _kept_ids(tokenizer: PreTrainedTokenizerBase, sequences: list[TrainingSequence], size: int) -> list[int]:
-    end_tokens = [i for i in [tokenizer.eos_token_id] if i is not None]
-    kept_ids, coverage = choose_vocabulary(sequences, size, end_tokens)
+def _kept_ids(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequences: list[TrainingSequence], size: int
+) -> list[int]:
+    kept_ids, coverage = choose_vocabulary(sequences, size, sorted(end_token_ids(target, tokenizer)))
     logger.warning(f"The reduced vocabulary of {len(kept_ids)} tokens covers {coverage:.2%} of the answers.")
     return kept_ids
 

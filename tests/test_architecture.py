@@ -23,6 +23,8 @@ LAYERS = {
         "attention",
         "text_files",
         "json_values",
+        "json_lines",
+        "conversations",
         "sampling",
         "metrics",
         "draft_cache",
@@ -72,6 +74,11 @@ LAYERS = {
         "profiling",
         "row_cache",
         "row_generation",
+        "chat",
+        "chat_tokens",
+        "data_file",
+        "answer_server",
+        "left_out",
         "prepare",
         "data",
         "feature_cache",
@@ -85,7 +92,7 @@ LIBRARIES = {
     1: {"torch", "transformers", "safetensors"},
     2: {"torch", "transformers", "safetensors", "huggingface_hub"},
 }
-STANDARD_LIBRARY_ONLY = {"metrics", "_version", "text_files", "json_values"}
+STANDARD_LIBRARY_ONLY = {"metrics", "_version", "text_files", "json_values", "json_lines", "conversations"}
 MAY_PRINT = {"cli", "__main__"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 80, 500
 

@@ -15,16 +15,27 @@ from .options import (
     Device,
     Dtype,
     MaxNewTokens,
-    Seed,
     Target,
-    Temperature,
-    TopP,
     console,
     errors,
     errors_in_words,
     load_target,
     progress_bar,
 )
+
+
+# Without a value, they are those of `SamplingSettings` here, and a server's own there.
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", min=0.0, help="0 decodes greedily. Default: 0.7; a server's own.")
+]
+TopK = Annotated[
+    int | None, typer.Option("--top-k", "--top_k", min=1, help="Tokens to choose from. Default: 20; a server's own.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", "--top_p", min=0.0, max=1.0, help="Nucleus in the top k. Default: 0.8; a server's own."),
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="Random seed. Default: 0; a server's own.")]
 
 
 def prepare(
@@ -49,11 +60,18 @@ def prepare(
         str | None, typer.Option("--server", help="Base URL of an OpenAI-compatible server that runs the target.")
     ] = None,
     concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests in flight at the server.")] = 16,
+    api_key: Annotated[
+        str | None,
+        typer.Option("--api-key", "--api_key", envvar="DSPARK_HF_API_KEY", help="The server's key, if it has one."),
+    ] = None,
+    ask_refused: Annotated[
+        bool, typer.Option("--ask-refused", "--ask_refused", help="Ask again what the server refused in earlier runs.")
+    ] = False,
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.7,
-    top_k: Annotated[int, typer.Option("--top-k", "--top_k", min=1, help="Tokens to choose from.")] = 20,
-    top_p: TopP = 0.8,
-    seed: Seed = 0,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: Seed = None,
     enable_thinking: Annotated[
         bool | None, typer.Option("--enable-thinking/--no-thinking", help="The chat template's thinking switch.")
     ] = None,
@@ -66,7 +84,10 @@ def prepare(
 ) -> None:
     """Let the target answer prompts: the data to train its draft on."""
     with errors_in_words():
-        sampling = SamplingSettings(max_new_tokens, temperature, top_k, top_p, seed)
+        chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        if server is None:
+            chosen = {name: value for name, value in chosen.items() if value is not None}
+        sampling = SamplingSettings(max_new_tokens, **chosen)
         with progress_bar(transient=False) as progress:
             job = PrepareJob(
                 output=output,
@@ -83,7 +104,7 @@ def prepare(
             if server is not None:
                 if target is None:
                     raise ValueError("`--server` needs `--target`: the name of the target at the server.")
-                added = job.run_at_server(server, target, concurrency, progress)
+                added = job.run_at_server(server, target, concurrency, progress, api_key, ask_refused)
             else:
                 added = job.run_here(*load_target(target, dtype, device), progress)
     console.print(f"{added} rows added to {output}.", markup=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..prompts import BUILTIN_PROMPTS, read_prompts
+from ..prompts import BUILTIN_PROMPTS, read_prompt_rows, row_prompt
 
 
 BUILTIN = "builtin"
@@ -201,16 +201,11 @@ def read_questions(path: Path) -> list[Question]:
         FileNotFoundError: If there is no such file.
         ValueError: If the file has another ending, is not UTF-8, holds no prompt, or has a malformed row.
     """
-    prompts = read_prompts(path)  # refuses whatever is malformed
-    if path.suffix.lower() == ".txt":
-        return [Question(path.stem, index, (prompt.text,)) for index, prompt in enumerate(prompts)]
-    text = path.read_text(encoding="utf-8-sig")
-    is_list = path.suffix.lower() == ".json"
-    rows = json.loads(text) if is_list else [json.loads(line) for line in text.split("\n") if line.strip()]
-    return [_row_question(path, index, row) for index, row in enumerate(rows)]
+    return [_row_question(path, index, *row) for index, row in enumerate(read_prompt_rows(path))]
 
 
-def _row_question(path: Path, index: int, row: dict[str, Any]) -> Question:
+def _row_question(path: Path, index: int, where: str, row: dict[str, Any]) -> Question:
+    row_prompt(where, row)  # refuses a row without a prompt
     system = None
     if "prompt" in row:
         turns = [row["prompt"]]
@@ -221,7 +216,7 @@ def _row_question(path: Path, index: int, row: dict[str, Any]) -> Question:
     else:
         turns = row["turns"]
     if not all(isinstance(text, str) and text.strip() for text in [*turns, *([] if system is None else [system])]):
-        raise ValueError(f"{path}, row {index + 1}: each turn must be a text, got {turns!r}. Write it in quotes.")
+        raise ValueError(f"{where}: each turn must be a text, got {turns!r}. Write it in quotes.")
     return Question(path.stem, index, tuple(turns), system)
 
 

@@ -12,8 +12,8 @@ from dspark_hf import DSparkDraftModel
 from dspark_hf.cli import app
 from dspark_hf.default_pair import ensure_default_target
 from tests.integration.test_training_resume import target_without_mask
+from tests.server_support import good, serving
 from tests.training_support import word_tokenizer, words
-from tests.unit.test_prepare import good, serving
 
 
 TRAIN = ["--report_to", "none", "--use_cpu", "--disable_tqdm", "true", "--save_strategy", "no", "--num_anchors", "6"]
@@ -141,7 +141,7 @@ def test_ablations_are_options(tmp_path, tiny, answers):
     for name, options, kind in (
         ("dflash", ("--markov_rank", 0, "--confidence_head", "false"), type(None)),
         ("gated", ("--markov_head_type", "gated", "--loss_decay", 2.0), "GatedMarkovHead"),
-        ("reduced", ("--draft_vocab_size", 12, "--train_lm_head", "true", "--bigram_start", "false"), "MarkovHead"),
+        ("reduced", ("--draft_vocab_size", 16, "--train_lm_head", "true", "--bigram_start", "false"), "MarkovHead"),
     ):
         result = train(tiny, answers, tmp_path / name, "--max_steps", 1, *options)
         assert result.exit_code == 0, result.output + repr(result.exception)
@@ -184,20 +184,63 @@ def test_empty_data(tmp_path, tiny):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [{"role": "user", "content": "w7"}]}, r"rows\.jsonl:2 has no answer: .+`dspark-hf prepare`"),
-        ('{"messages": [', r"rows\.jsonl:2 is not valid JSON"),
-        ({"prompt_ids": [5], "answer_ids": "w7"}, r"rows\.jsonl:2: `answer_ids` must be a list of token ids"),
-        ({"prompt_ids": [5], "answer_ids": [6, 500]}, "below the target's vocabulary of 97, got 500"),
+        ({"messages": [{"role": "user", "content": "w7"}]}, r"rows\.jsonl:1: The row has no answer: .+`dspark-hf"),
+        ('{"messages": [', r"rows\.jsonl:1: each line must be one JSON object"),
+        ({"prompt_ids": [5], "answer_ids": "w7"}, r"rows\.jsonl:1: `answer_ids` must be a list of at least one token"),
     ],
 )
-def test_row_that_is_no_answer(tmp_path, tiny, row, message):
-    data = write(tmp_path / "rows.jsonl", {"prompt_ids": [5], "answer_ids": [6, 7, 8]}, row)
+def test_rows_that_are_no_answers(tmp_path, tiny, row, message):
+    """Alone they are an error; others are trained on without them."""
+    data = write(tmp_path / "rows.jsonl", row)
     refuse("train", "--target", tiny, "--data", data, "--output_dir", tmp_path / "out", *TRAIN, match=message)
     assert not (tmp_path / "out" / "model.safetensors").exists()
+    good = [{"prompt_ids": [5], "answer_ids": [6, 7, 8 + i, 9, 10]} for i in range(3)]
+    result = train(tiny, write(data, row, *good), tmp_path / "out", "--max_steps", 1)
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    assert DSparkDraftModel.from_pretrained(tmp_path / "out").config.training_info["num_sequences"] == 2
+
+
+def test_row_of_another_target(tmp_path, tiny):
+    data = write(tmp_path / "rows.jsonl", *[{"prompt_ids": [5], "answer_ids": [6, 7, 500]}] * 2)
+    message = "below the target's vocabulary of 97, got 500"
+    refuse("train", "--target", tiny, "--data", data, "--output_dir", tmp_path / "out", *TRAIN, match=message)
+
+
+def test_options_that_are_not_given_are_not_sent(tmp_path, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "hello"})
+    with serving(good) as server:
+        asked = ("prepare", "--server", server.url, "--target", "served", "--prompts", prompts)
+        succeed(*asked, "-o", tmp_path / "a.jsonl")
+        succeed(*asked, "-o", tmp_path / "b.jsonl", "--top-k", 5, "--temperature", 0, "--api-key", "secret")
+    (_, plain), (_, chosen) = server.seen
+    assert set(plain) == {"model", "messages", "max_tokens"}
+    assert set(chosen) == {"model", "messages", "max_tokens", "top_k", "temperature"}
+    assert server.headers[1]["Authorization"] == "Bearer secret"
+
+
+def test_refusals_of_a_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+    def reply(number, body):
+        refused = body["messages"][0]["content"] == "long"
+        return (400, {"error": {"message": "4096 tokens at most"}}) if refused else good(number, body)
+
+    prompts = write(tmp_path / "p.jsonl", {"prompt": "long"}, {"prompt": "a"}, {"prompt": "b"})
+    with serving(reply) as server:
+        asked = ("prepare", "--server", server.url, "--target", "m", "--prompts", prompts, "-o", tmp_path / "a.jsonl")
+        assert "2 rows added" in succeed(*asked).stdout
+        assert "0 rows added" in succeed(*asked).stdout
+        assert len(server.seen) == 4  # one of them a short prompt: is it the prompt or the arguments?
+        assert "0 rows added" in succeed(*asked, "--ask-refused").stdout
+    with serving(good) as server:
+        asked = ("prepare", "--server", server.url, "--target", "m", "--prompts", prompts, "-o", tmp_path / "a.jsonl")
+        assert "1 rows added" in succeed(*asked, "--ask-refused").stdout
+    assert {row["messages"][0]["content"] for row in read(tmp_path / "a.jsonl")} == {"long", "a", "b"}
 
 
 def test_template_without_a_generation_prompt(tmp_path, without_generation_prompt):
-    message = "ignores `add_generation_prompt`.+Use a template with a generation prompt"
+    message = r"\.jsonl:1: The chat template ignores `add_generation_prompt`.+Use a template with a generation prompt"
     prompts = write(tmp_path / "p.jsonl", {"prompt": words(10)})
     target = ("--target", without_generation_prompt)
     refuse("prepare", *target, "--prompts", prompts, "-o", tmp_path / "a.jsonl", match=message)

@@ -10,7 +10,8 @@ import typer
 
 from dspark_hf import DSparkConfig, DSparkDraftModel
 from dspark_hf.cli import app
-from dspark_hf.prepare import write_answers
+from dspark_hf.prepare import write_answers, write_answers_from_server
+from dspark_hf.row_generation import SamplingSettings
 from dspark_hf.train_draft import DataArguments, DraftArguments
 from dspark_hf.training import DSparkTrainingArguments
 from tests.integration.test_training_resume import target_without_mask
@@ -68,7 +69,10 @@ def test_options_of_prepare():
             assert f"--{name}" in options, name
             named.add(options[f"--{name}"].name)
         option = options[f"--{names[0]}"]
-        if option.name not in SOURCES:  # their table says what they hold
+        if default.endswith(" *"):  # of answers written here; a server has its own
+            assert option.default is None
+            assert default == f"{getattr(SamplingSettings(), option.name)} *", names
+        elif option.name not in SOURCES:  # their table says what they hold
             assert is_default(default, option.default), (names, option.default)
     shown = {name for name in {option.name for option in options.values()} if f"--{name.replace('_', '-')}" in PAGE}
     assert {option.name for option in options.values()} - {"help", "device"} <= named | shown
@@ -91,6 +95,8 @@ def test_every_option_that_is_named_exists(text):
 
 def test_facts_in_the_text():
     assert write_answers.__defaults__[1] == prepare_options()["--max-prompt-tokens"].default  # longest prompt
+    assert "after six tries" in PREPARE
+    assert write_answers_from_server.__defaults__[1] == 5  # further tries
     assert "30 kB a token" in " ".join(PAGE.split())
     assert (5 + 1) * 2560 * 2 // 1024 == 30
 

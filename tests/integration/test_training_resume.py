@@ -270,6 +270,17 @@ def test_reduced_vocabulary_from_the_answers(tmp_path, data, target):
         assert torch.equal(draft.lm_head.weight.detach(), target.lm_head.weight[ids]) != train_lm_head
 
 
+def test_reduced_vocabulary_holds_every_end(data):
+    """The tokenizer's end token and all of those that `generate` stops at, though no answer has them."""
+    target = target_without_mask()
+    target.generation_config.eos_token_id = [91, 94]
+    train, _ = read_sequences(word_tokenizer(), DataArguments(data=[str(data)]))
+    draft = new_draft(target, word_tokenizer(), train, DraftArguments(**(DRAFT | {"draft_vocab_size": 5})))
+    assert {2, 91, 94} <= set(draft.draft_token_ids().tolist())
+    with pytest.raises(ValueError, match="`draft_vocab_size` must hold the 3 tokens that end an answer, got 2"):
+        new_draft(target, word_tokenizer(), train, DraftArguments(**(DRAFT | {"draft_vocab_size": 2})))
+
+
 @pytest.mark.parametrize("start", ["bigram_start", "target_layer_start"])
 def test_warm_starts_are_options(data, target, start):
     train, _ = read_sequences(word_tokenizer(), DataArguments(data=[str(data)]))

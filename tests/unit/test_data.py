@@ -12,12 +12,15 @@ from dspark_hf.data import (
     choose_vocabulary,
     collate,
     encode_row,
+    encode_rows,
     find_mask_token_id,
     read_rows,
     target_features,
 )
+from dspark_hf.left_out import LeftOut
 from tests.closeness import assert_close
 from tests.helpers import random_prompt, tiny_target
+from tests.integration.support import captured_log
 from tests.training_support import ASSISTANT, EOS, NO_THINKING, TEMPLATE, USER, word_tokenizer, words
 
 
@@ -61,15 +64,28 @@ def test_file_without_rows(tmp_path, content):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"x": ', r"rows\.jsonl:2 is not valid JSON \(.+\)\. Each line must be one object\."),
-        ("[1, 2]", r"rows\.jsonl:2 must be a JSON object, got list\."),
-        ('"text"', r"rows\.jsonl:2 must be a JSON object, got str\."),
-        ("null", r"rows\.jsonl:2 must be a JSON object, got NoneType\."),
+        ('{"x": ', r"rows\.jsonl:2: each line must be one JSON object, got '{\"x\":' \(.+\)\. Correct the line\."),
+        ("[1, 2]", r"rows\.jsonl:2: each row must be a JSON object, got a list\."),
+        ('"text"', r"rows\.jsonl:2: each row must be a JSON object, got a string\."),
+        ("null", r"rows\.jsonl:2: each row must be a JSON object, got null\."),
     ],
 )
 def test_malformed_line(tmp_path, line, message):
     with pytest.raises(ValueError, match=message):
         list(read_rows([write(tmp_path / "rows.jsonl", {"x": 1}, line)]))
+
+
+def test_malformed_lines_can_be_left_out(tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"x": 1}, "{", {"x": 2}, "[]")
+    left_out = LeftOut()
+    assert [row for _, row in read_rows([path], left_out)] == [{"x": 1}, {"x": 2}]
+    assert left_out.count == 2
+    assert sorted(left_out.reasons.values()) == [f"{path}:2", f"{path}:4"]
+
+
+def test_rows_of_an_array_are_numbered(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"x": 1}, {"x": 2}])
+    assert list(read_rows([path])) == [(f"{path}, row 1", {"x": 1}), (f"{path}, row 2", {"x": 2})]
 
 
 def test_no_such_file(tmp_path):
@@ -106,34 +122,93 @@ def test_only_the_last_answer_is_an_answer(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "reason"),
     [
-        {},
-        {"messages": []},
-        {"messages": [ANSWER]},
-        {"messages": [QUESTION]},
-        {"messages": [ANSWER, QUESTION]},
-        {"messages": "text"},
-        {"messages": ["text", "text"]},
-        {"messages": [QUESTION, {"role": "assistant"}]},
-        {"messages": [QUESTION, {"role": "assistant", "content": None}]},
-        {"prompt": "w1", "answer": "w2"},
-        {"prompt_ids": [1, 2]},
+        ({}, "The row has no answer: it needs `messages`"),
+        ({"messages": []}, "The row has no answer"),
+        ({"messages": [QUESTION]}, "The row has no answer"),
+        ({"messages": [ANSWER, QUESTION]}, "The row has no answer"),
+        ({"messages": "text"}, "The row has no answer"),
+        ({"messages": ["text", "text"]}, "The row has no answer"),
+        ({"prompt": "w1", "answer": "w2"}, r"got the fields \['answer', 'prompt'\]. Let the target answer with"),
+        ({"prompt_ids": [1, 2]}, "The row has no answer"),
+        ({"messages": [ANSWER]}, "The turns before the answer must have one of the user, got none"),
+        (
+            {"messages": [QUESTION, ANSWER, ANSWER]},
+            "must be the user's or the result of a tool, got the role 'assistant'",
+        ),
+        ({"messages": [QUESTION, {"role": "assistant"}]}, "`content` of turn 2 must be a text, got null"),
+        ({"messages": [QUESTION, {"role": "assistant", "content": None}]}, "`content` of turn 2 must be a text"),
+        ({"messages": [QUESTION, {"role": "assistant", "content": " "}]}, "`content` of turn 2 must not be blank"),
+        ({"messages": [{"role": "user"}, ANSWER]}, "`content` of turn 1 must be a text, got null"),
+        ({"messages": [QUESTION, ANSWER], "tools": "f"}, "`tools` must be a list of JSON objects, got 'f'"),
+        ({"messages": [QUESTION, ANSWER], "tools": [{"name": "f"}]}, "The chat template ignores `tools`"),
+        ({"messages": [QUESTION, ANSWER | {"reasoning": "w9"}]}, "The chat template ignores `reasoning_content`"),
+        ({"messages": [QUESTION, ANSWER | {"tool_calls": [{"name": "f"}]}]}, "The chat template ignores `tool_calls`"),
+        ({"prompt_ids": [1], "answer_ids": []}, "`answer_ids` must be a list of at least one token id"),
+        ({"prompt_ids": [], "answer_ids": [1]}, "`prompt_ids` must be a list of at least one token id"),
     ],
     ids=str,
 )
-def test_row_without_an_answer(tokenizer, row):
-    with pytest.raises(
-        ValueError, match=r"data\.jsonl:7 has no answer: .+ Let the target answer with `dspark-hf"
-    ) as e:
+def test_row_without_an_answer(tokenizer, row, reason):
+    with pytest.raises(ValueError, match=rf"^data\.jsonl:7: .*{reason}"):
         encode_row("data.jsonl:7", row, tokenizer)
-    assert f"got the fields {sorted(row)}" in str(e.value)
 
 
 @pytest.mark.parametrize("ids", ["12", [1.5], ["3"], [-1], None, [True]], ids=str)
 def test_row_whose_tokens_are_none(tokenizer, ids):
-    with pytest.raises(ValueError, match=r"data\.jsonl:7: `answer_ids` must be a list of token ids, got"):
+    with pytest.raises(ValueError, match=r"data\.jsonl:7: `answer_ids` must be a list of at least one token id, got"):
         encode_row("data.jsonl:7", {"prompt_ids": [1], "answer_ids": ids}, tokenizer)
+
+
+def test_answer_without_tokens(tokenizer):
+    bare = word_tokenizer()
+    bare.eos_token = None
+    bare.chat_template = "{% for m in messages %}w9 {{ m['content'] }} {% endfor %}w8"
+    row = {"messages": [QUESTION, ANSWER | {"content": "\u200b"}], "finish_reason": "length"}
+    with pytest.raises(ValueError, match=r"f:1: "):
+        encode_row("f:1", row, bare)
+
+
+# encode_rows
+
+
+def test_rows_that_cannot_be_used_are_left_out(tmp_path, tokenizer):
+    good = {"messages": [QUESTION, ANSWER]}
+    path = write(tmp_path / "d.jsonl", good, "{", {"messages": [QUESTION]}, {"prompt_ids": [5], "answer_ids": [6, 7]})
+    with captured_log() as messages:
+        sequences = encode_rows([path], tokenizer)
+    assert sequences == [TrainingSequence((*PROMPT_IDS, 20, 21, 22, EOS), 7), TrainingSequence((5, 6, 7), 1)]
+    assert [message.split(": ")[0] for message in messages[:2]] == [f"{path}:2", f"{path}:3"]
+    assert messages[2:] == ["2 of 4 rows were left out."]
+
+
+def test_no_row_that_can_be_used(tmp_path, tokenizer):
+    path = write(tmp_path / "d.jsonl", "{", {"messages": [QUESTION]}, {"messages": [ANSWER]}, {"x": 1}, "{")
+    with pytest.raises(ValueError, match="None of 5 rows can be used") as caught:
+        encode_rows([path], tokenizer)
+    told = str(caught.value)
+    assert [f"{path}:{number}: " in told for number in (1, 2, 3, 4, 5)] == [True, True, True, False, False]
+
+
+def test_template_that_fails_for_a_row(tmp_path):
+    """Roles that must alternate, a turn that has no such field, a system turn: each row is named."""
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('No system turn') }}{% endif %}"
+        "{% if messages[0].content == 'w9' %}{{ messages[0].content + 1 }}{% endif %}"
+    )
+    system = {"role": "system", "content": "w8"}
+    path = write(
+        tmp_path / "d.jsonl",
+        {"messages": [system, QUESTION, ANSWER]},
+        {"messages": [QUESTION | {"content": "w9"}, ANSWER]},
+        {"messages": [QUESTION, ANSWER]},
+    )
+    with captured_log() as messages:
+        (sequence,) = encode_rows([path], word_tokenizer(template=template + TEMPLATE))
+    assert sequence.num_prompt_tokens == len(PROMPT_IDS)
+    assert "TemplateError: No system turn" in messages[0]
+    assert "TypeError: " in messages[1]
 
 
 # find_mask_token_id
@@ -162,6 +237,13 @@ def test_no_row_for_a_mask(tokenizer):
         find_mask_token_id(tokenizer, 97, [TrainingSequence((96,), 0)])
 
 
+def test_mask_is_in_none_of_several_templates():
+    tokenizer = word_tokenizer()
+    tokenizer.add_tokens(["<used>", "<also>", "<|reserved|>"], special_tokens=True)  # 96, 97, 98
+    tokenizer.chat_template = {"default": TEMPLATE + "<used>", "tool_use": TEMPLATE + "<also>"}
+    assert find_mask_token_id(tokenizer, 99) == 98
+
+
 # choose_vocabulary
 
 
@@ -177,6 +259,11 @@ def test_tokens_kept_in_any_case():
     sequences = [TrainingSequence((7, 7, 9, 9, 9, 2), 0)]
     assert choose_vocabulary(sequences, 2, always=[2]) == ([2, 9], 4 / 6)
     assert choose_vocabulary(sequences, 4, always=[3]) == ([2, 3, 7, 9], 1.0)
+
+
+def test_vocabulary_too_small_for_the_ends():
+    with pytest.raises(ValueError, match="`draft_vocab_size` must hold the 3 tokens that end an answer, got 2. Raise"):
+        choose_vocabulary([TrainingSequence((7, 7, 9, 2), 0)], 2, always=[2, 3, 4])
 
 
 def test_vocabulary_larger_than_the_answers():

@@ -55,6 +55,16 @@ def test_a_byte_order_mark_and_blank_lines_do_no_harm(tmp_path):
     assert [question.turns for question in read_questions(path)] == [("First?", "And then?"), ("x",)]
 
 
+def test_one_reader_reads_the_files_of_all_commands(tmp_path):
+    """UTF-16, a list in a file of lines, a value that JSON does not have; a key that occurs twice is refused."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps([TURNS, {"prompt": "x", "score": float("nan")}]).encode("utf-16"))
+    assert [question.turns for question in read_questions(path)] == [("First?", "And then?"), ("x",)]
+    path.write_text('{"prompt": "x"}\n{"prompt": "x", "prompt": "y"}\n')
+    with pytest.raises(ValueError, match="line 2: .+the key 'prompt' occurs twice"):
+        read_questions(path)
+
+
 def test_a_limit_spreads_over_the_file(tmp_path):
     path = write(tmp_path / "ordered.jsonl", *({"prompt": f"question {i}"} for i in range(10)))
     (task,) = load_tasks([str(path)], limit=4)
@@ -150,7 +160,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 @pytest.mark.parametrize("row", [{"turns": ["Fine", 3]}, {"turns": ["Fine", " "]}])
 def test_every_turn_must_be_a_text(row, tmp_path):
-    with pytest.raises(ValueError, match="row 2: each turn must be a text"):
+    with pytest.raises(ValueError, match="line 2: each turn must be a text"):
         load_tasks([str(write(tmp_path / "a.jsonl", TURNS, row))])
 
 

@@ -13,6 +13,7 @@ from dspark_hf import prepare_job
 from dspark_hf.prepare_job import PrepareJob
 from dspark_hf.row_generation import SamplingSettings
 from tests.helpers import tiny_target
+from tests.integration.support import captured_log
 from tests.training_support import word_tokenizer, words
 
 
@@ -47,7 +48,7 @@ def run(job, target, progress=None):
 
 
 def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
 
 
@@ -89,27 +90,60 @@ def test_limit(tmp_path, target):
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "reason"),
     [
-        {},
-        {"messages": []},
-        {"messages": "text"},
-        {"messages": ["text"]},
-        {"messages": [{"role": "user"}]},
-        {"messages": [{"role": "system", "content": "w1"}]},
-        {"messages": [{"role": "assistant", "content": "w1"}]},
-        {"prompt": 7},
-        {"text": "w1"},
+        ({}, "The row has no prompt: it needs `messages` or `prompt`, got the fields []."),
+        ({"text": "w1"}, "The row has no prompt: it needs `messages` or `prompt`, got the fields ['text']."),
+        ({"messages": []}, "`messages` must be a list of at least one turn"),
+        ({"messages": "text"}, "`messages` must be a list of at least one turn"),
+        ({"messages": ["text"]}, "Turn 1 must be an object with a `role`"),
+        ({"messages": [{"role": "user"}]}, "`content` of turn 1 must be a text, got null."),
+        ({"messages": [{"role": "system", "content": "w1"}]}, "must have one of the user, got none."),
+        ({"messages": [{"role": "assistant", "content": "w1"}]}, "`messages` must be a list of at least one turn"),
+        (
+            {"messages": [{"role": "user", "content": "w1"}] + [{"role": "assistant", "content": "w2"}] * 2},
+            "'assistant'",
+        ),
+        ({"prompt": 7}, "`content` of turn 1 must be a text, got a number."),
+        ({"prompt": " "}, "`content` of turn 1 must not be blank"),
+        ({"prompt": None}, "The row has no prompt"),
+        ({"prompt": "w1", "tools": {}}, "`tools` must be a list of JSON objects"),
+        ({"prompt": "w1", "tools": [{"name": "f"}]}, "The chat template ignores `tools`"),
+        ('{"prompt": "w1"', 'each line must be one JSON object, got \'{"prompt": "w1"\''),
+        ('{"prompt": "w1", "prompt": "w2"}', "the key 'prompt' occurs twice"),
+        ('["w1"]', "each row must be a JSON object, got a "),
+        ({"prompt": "w1 " * 600}, "A prompt must have at most 512 tokens, got 605."),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
-def test_row_without_a_prompt(tmp_path, target, row):
-    file = write(tmp_path / "p.jsonl", {"prompt": words(10)}, row)
-    with pytest.raises(
-        ValueError, match=r"p\.jsonl:2 has no prompt: it needs `messages`.+ or `prompt`, got the field"
-    ):
-        run(job(tmp_path, prompt_files=(file,)), target)
+def test_row_without_a_prompt_is_left_out(tmp_path, target, row, reason):
+    file = write(tmp_path / "p.jsonl", {"prompt": words(10)}, row, {"prompt": words(11)})
+    with captured_log() as messages:
+        assert run(job(tmp_path, prompt_files=(file,)), target) == 2
+    assert {question for question, _ in answered(tmp_path)} == {"w10", "w11"}
+    named, counted = messages
+    assert named.startswith(f"{file}:2: ")
+    assert reason in named
+    assert counted == "1 of 3 rows were left out."
+    (tmp_path / "answers.jsonl").unlink()
+    alone = write(tmp_path / "p.jsonl", row)
+    with pytest.raises(ValueError, match=r"^None of 1 rows can be used\. .+p\.jsonl(:1|, row 1): ") as caught:
+        run(job(tmp_path, prompt_files=(alone,)), target)
+    assert reason in str(caught.value)
     assert not (tmp_path / "answers.jsonl").exists()
+
+
+def test_answer_of_others_is_dropped_whatever_it_is(tmp_path, target):
+    """No text, only calls, or no text at all: the target writes its own."""
+    answers = [{"content": None}, {"content": ""}, {"content": 7}, {"content": None, "tool_calls": [{"name": "f"}]}]
+    rows = [{"messages": [user(10 + i), {"role": "assistant"} | said]} for i, said in enumerate(answers)]
+    assert run(job(tmp_path, prompt_files=(write(tmp_path / "p.jsonl", *rows),)), target) == 4
+
+
+def test_limit_counts_prompts(tmp_path, target):
+    file = write(tmp_path / "p.jsonl", {"x": 1}, {"prompt": words(10)}, {"x": 1}, {"prompt": words(11)}, {"x": 1})
+    assert run(job(tmp_path, prompt_files=(file,), limit=2), target) == 2
+    assert {question for question, _ in answered(tmp_path)} == {"w10", "w11"}
 
 
 def test_no_prompts(tmp_path, target):
@@ -149,10 +183,13 @@ def test_prompts_of_a_data_set_are_read_no_further_than_needed(tmp_path, target,
 
 
 def test_row_of_a_data_set_without_a_prompt(tmp_path, target, monkeypatch):
-    rows = [{"prompt": words(10)}, {"text": "x"}]
+    rows = [{"prompt": words(10)}, {"text": "x"}, {"prompt": words(11)}]
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=lambda *_, **__: iter(rows)))
-    with pytest.raises(ValueError, match=r"some/data:1 has no prompt: .+ got the fields \['text'\]"):
-        run(job(tmp_path, dataset="some/data"), target)
+    with captured_log() as messages:
+        assert run(job(tmp_path, dataset="some/data"), target) == 2
+    assert messages[0].startswith(
+        "some/data:1: The row has no prompt: it needs `messages` or `prompt`, got the fields ['text']"
+    )
 
 
 def test_data_sets_need_their_package(tmp_path, target, monkeypatch):

@@ -156,10 +156,10 @@ def test_domain_must_be_a_string(write):
 
 @pytest.mark.parametrize("name", ["prompts.txt", "prompts.jsonl", "prompts.json"])
 def test_file_that_is_not_utf8_names_line_and_byte(write, name):
-    path = write(name, b"first\nsecond \xe9t\xe9\n")
+    path = write(name, b'{"prompt": "first"}\n{"prompt": "second \xe9t\xe9"}\n')
     message = message_of(path)
-    assert message.startswith(f"{path}, line 2: a prompt file must be UTF-8, got the byte 0xe9")
-    assert message.endswith("Save it as UTF-8.")
+    assert message.startswith(f"{path}, line 2: the file must be UTF-8, got the byte 0xe9")
+    assert "Save it as UTF-8." in message
 
 
 def test_missing_file_is_refused(tmp_path):

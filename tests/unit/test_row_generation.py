@@ -240,3 +240,11 @@ def test_sampled_answers_have_the_targets_distribution():
 def test_settings_out_of_range(field, value):
     with pytest.raises(ValueError, match=f"`{field}` must .+, got {value}"):
         SamplingSettings(**{field: value})
+
+
+def test_settings_left_to_a_server_are_none_here():
+    settings = SamplingSettings(8, None, None, 0.9, None)
+    with pytest.raises(
+        ValueError, match=r"need all sampling settings, got None for \['temperature', 'top_k', 'seed'\]"
+    ):
+        RowGenerator(tiny_target(), settings, frozenset())
