@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from ._compat import CACHE_KEY
-from .candidate_generator import DSparkCandidateGenerator
+from .candidate_generator import DraftProposal, DSparkCandidateGenerator
 from .decoding_rows import Row
 from .modeling_dspark import DSparkDraftModel
 from .packed_target import PackedTarget
@@ -117,9 +118,11 @@ class SingleRounds:
     def _draft(self, num_context: int) -> float:
         self._generator.add_context(self._hidden_states, num_context, self._model_kwargs)
         start = perf_counter()
-        self._generator.propose([self._text[:, : self.context_length + 1]])
+        proposals = self._generator.propose([self._text[:, : self.context_length + 1]])
         _synchronize(self.draft.device)
-        return perf_counter() - start
+        seconds = perf_counter() - start
+        _check_drafted(proposals)
+        return seconds
 
     def _forward(
         self, text: torch.Tensor, kwargs: dict[str, Any], num_tokens: int, is_first_iteration: bool = False
@@ -201,9 +204,11 @@ class BatchRounds:
         spans = [(request, request * length, request * length + num_context) for request in range(num_requests)]
         generator.add_packed_context(self._hidden_states, spans, [0] * num_requests)
         start = perf_counter()
-        generator.propose([self._text[:, : length + 1]] * num_requests)
+        proposals = generator.propose([self._text[:, : length + 1]] * num_requests)
         _synchronize(self.draft.device)
-        return perf_counter() - start
+        seconds = perf_counter() - start
+        _check_drafted(proposals)
+        return seconds
 
 
 def text_config(target: PreTrainedModel) -> PreTrainedConfig:
@@ -233,6 +238,12 @@ def _synthetic_text(
         num_assistant_tokens_schedule="confidence",
     )
     return torch.tensor([text], device=device), config
+
+
+def _check_drafted(proposals: Sequence[DraftProposal]) -> None:
+    """A draft that pauses takes no time, which says nothing about drafting."""
+    if not all(proposal.drafted for proposal in proposals):
+        raise RuntimeError("the draft's numbers are not finite, so that its blocks are empty")
 
 
 def _synchronize(device: torch.device) -> None:
