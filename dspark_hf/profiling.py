@@ -290,7 +290,8 @@ def profile_for(
     Returns:
         [`RoundTimeProfile`] or `None`
     """
-    may_measure = remaining_tokens >= QUICK_MIN_TOKENS and _is_switched_on()
+    is_switched_on = os.environ.get(SWITCH, "1").strip().lower() not in ("0", "false", "off", "no")
+    may_measure = remaining_tokens >= QUICK_MIN_TOKENS and is_switched_on
     num_requests = 1 << (num_requests - 1).bit_length()  # the next power of two
     try:
         state = (num_requests, *setup(target, draft))
@@ -304,8 +305,8 @@ def profile_for(
 def _asked(target: PreTrainedModel, draft: DSparkDraftModel, state: tuple, may_measure: bool) -> _Answer:
     """The answer found out, by one thread at a time: measurements at the same time would time each other."""
     if not _lock.acquire(timeout=LONGEST_WAIT_S):
-        answer = _Answer(state, None, is_final=True)  # the next call does not wait again
         _warn_without(target, TimeoutError(f"another measurement takes more than {LONGEST_WAIT_S:.3g} s"))
+        answer = _Answer(state, None, is_final=True)  # the next call does not wait again
     else:
         try:
             answer = _known(target, draft, state, may_measure)
@@ -346,10 +347,6 @@ def _known(target: PreTrainedModel, draft: DSparkDraftModel, state: tuple, may_m
     return answer
 
 
-def _is_switched_on() -> bool:
-    return os.environ.get(SWITCH, "1").strip().lower() not in ("0", "false", "off", "no")
-
-
 def _found(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int) -> RoundTimeProfile | None:
     """A profile on disk that fits; those that do not are warned of, once."""
     places = [profile_path(target, draft, num_requests)]
@@ -385,10 +382,8 @@ def _measured(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: in
             f"every process measures them. Set HF_HOME to a folder that can be written, or {SWITCH}=0."
         )
     else:
-        logger.info(
-            f"Round times of {type(target).__name__} and its draft were measured and kept in {str(path)!r}. "
-            f"{SWITCH}=0 stops this."
-        )
+        what = f"Round times of {type(target).__name__} and its draft were measured"
+        logger.info(f"{what} and kept in {str(path)!r}. {SWITCH}=0 stops this.")
     return profile
 
 
