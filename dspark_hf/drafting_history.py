@@ -112,16 +112,15 @@ class RoundTimes:
         Args:
             records (`Sequence[RoundRecord]` of length R): The round; each request's share of its seconds.
         """
-        verify_s = sum(record.verify_s for record in records)
-        if not self._learn or verify_s <= 0:  # an engine that does not time its rounds
+        verify_s, draft_s = (sum(getattr(record, name) for record in records) for name in ("verify_s", "draft_s"))
+        if not self._learn or verify_s <= 0 or draft_s < 0:  # an engine without a clock, or a clock that jumped
             return
         growth = self._prior.verify(sum(1 + record.verify_length for record in records)) - self._prior.plain_s
         seconds = _without_stall(verify_s, self._sums[0], self._sums[2])
         self._sums = self.DECAY * self._sums + [1, growth, seconds, growth * growth, growth * seconds]
         if any(record.drafted for record in records):
             # In units of what the prior says of so many requests, which come and go.
-            draft_s = sum(record.draft_s for record in records) * self._drafting_share(len(records))
-            draft_s = _without_stall(draft_s, *self._drafting)
+            draft_s = _without_stall(draft_s * self._drafting_share(len(records)), *self._drafting)
             self._drafting = self.DECAY * self._drafting + [1, draft_s]
         self.curve = self._fit()
 

@@ -191,9 +191,12 @@ def _timed_draft(
     spans = [ContextSpan(i, slice(first, first + num_context), positions) for i, first in enumerate(firsts)]
     drafter.read(CommittedContext(hidden_states, tuple(spans)))
     start = perf_counter()
-    drafter.propose([text[:, : length + 1] for length in lengths])
+    proposals = drafter.propose([text[:, : length + 1] for length in lengths])
     _synchronize(drafter.draft.device)
-    return perf_counter() - start
+    seconds = perf_counter() - start
+    if not all(proposal.drafted for proposal in proposals):  # a pause takes no time, which says nothing
+        raise RuntimeError("the draft's numbers are not finite, so that its blocks are empty")
+    return seconds
 
 
 def text_config(target: PreTrainedModel) -> PreTrainedConfig:

@@ -200,9 +200,8 @@ def _quartiles(seconds: Sequence[float]) -> tuple[float, float]:
 
 
 def _random_state_kept(*models: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
-    """Nothing is drawn, except by the dropout of a model in training mode."""
-    if not any(model.training for model in models):
-        return contextlib.nullcontext()
-    devices = sorted({str(model.device) for model in models} - {"cpu", "meta"})
+    """Nothing is drawn here, but a model may: dropout in training mode, or noise of its own."""
+    found = {parameter.device for model in models for parameter in model.parameters()}
+    devices = sorted(str(device) for device in found if device.type not in ("cpu", "meta"))
     device_type = torch.device(devices[0]).type if devices else "cuda"
     return torch.random.fork_rng(devices, device_type=device_type)

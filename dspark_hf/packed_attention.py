@@ -332,6 +332,9 @@ def _switch(target: PreTrainedModel, as_found: list[tuple[PreTrainedConfig, Any]
             target.set_attn_implementation(PACKED_ATTENTION)
     except ValueError:  # a part that cannot
         _restore(as_found)
+    except BaseException:
+        _restore(as_found)
+        raise
     if config._attn_implementation != PACKED_ATTENTION:
         raise NotImplementedError(
             f"DSpark drafts for batches only where attention can be replaced, which {type(target).__name__} does not "

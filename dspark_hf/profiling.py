@@ -38,6 +38,7 @@ SWITCH = "DSPARK_HF_AUTO_PROFILE"
 # The quick measurement: long enough to tell a cliff from noise, short beside the text that it is made for.
 QUICK_CONTEXT, QUICK_REPEATS, QUICK_BUDGET_S, QUICK_MIN_TOKENS = 128, 7, 2.5, 32
 LONGEST_QUICK_BUDGET_S = 10.0  # a pass of many texts takes its time
+LONGEST_WAIT_S = 30.0  # for the measurement of another thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +156,10 @@ class RoundTimeProfile:
                 MeasuredCurve(
                     context_length=int(item["context_length"]),
                     curve=SPSCurve(
-                        tuple(item["batch_tokens"]),
-                        tuple(item["verify_s"]),
-                        item["draft_s"],
-                        item.get("draft_request_s", 0.0),
+                        tuple(int(tokens) for tokens in item["batch_tokens"]),
+                        tuple(float(seconds) for seconds in item["verify_s"]),
+                        float(item["draft_s"]),
+                        float(item.get("draft_request_s", 0.0)),
                     ),
                     verify_spread_s=tuple(_pair(spread) for spread in item["verify_spread_s"]),
                     draft_spread_s=_pair(item["draft_spread_s"]),
@@ -167,7 +168,7 @@ class RoundTimeProfile:
                 for item in values["curves"]
             )
             return cls(measured, dict(values["fingerprint"]), dict(values["versions"]), str(values["date"]))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"A profile is damaged ({type(error).__name__}: {error}). Measure it anew.") from error
 
     def save(self, path: str | os.PathLike) -> None:
@@ -197,7 +198,7 @@ class RoundTimeProfile:
         text = Path(path).read_bytes()
         try:
             values = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"A profile must be JSON, got {error}. Measure it anew.") from error
         return cls.from_dict(values)
 
@@ -270,7 +271,9 @@ _lock = threading.Lock()
 def profile_for(
     target: PreTrainedModel, draft: DSparkDraftModel, remaining_tokens: int, num_requests: int = 1
 ) -> RoundTimeProfile | None:
-    """The profile of a pair on this machine, or `None`. Never raises; costs microseconds once the answer is known.
+    """The profile of a pair on this machine, or `None`; costs microseconds once the answer is known.
+
+    Whatever fails is warned of once, and the call goes on without; only an interrupt comes through.
 
     The first of these that fits: `round_times.json` in the draft's own folder, the file in the user's cache folder
     ([`profile_path`]), a quick measurement of about three seconds, which goes to the cache folder. The measurement
@@ -287,22 +290,54 @@ def profile_for(
     Returns:
         [`RoundTimeProfile`] or `None`
     """
-    may_measure = remaining_tokens >= QUICK_MIN_TOKENS and _is_switched_on()
+    is_switched_on = os.environ.get(SWITCH, "1").strip().lower() not in ("0", "false", "off", "no")
+    may_measure = remaining_tokens >= QUICK_MIN_TOKENS and is_switched_on
     num_requests = 1 << (num_requests - 1).bit_length()  # the next power of two
-    state = (num_requests, *setup(target, draft))
-    answer = _known(target, draft, state, may_measure)
-    if answer is None:
-        with _lock:  # measurements at the same time would time each other
+    try:
+        state = (num_requests, *setup(target, draft))
+        answer = _known(target, draft, state, may_measure) or _asked(target, draft, state, may_measure)
+        return answer.profile
+    except Exception as error:  # whatever it is, generation can do without round times
+        _warn_without(target, error)
+        return None
+
+
+def _asked(target: PreTrainedModel, draft: DSparkDraftModel, state: tuple, may_measure: bool) -> _Answer:
+    """The answer found out, by one thread at a time: measurements at the same time would time each other."""
+    if not _lock.acquire(timeout=LONGEST_WAIT_S):
+        _warn_without(target, TimeoutError(f"another measurement takes more than {LONGEST_WAIT_S:.3g} s"))
+        answer = _Answer(state, None, is_final=True)  # the next call does not wait again
+    else:
+        try:
             answer = _known(target, draft, state, may_measure)
-            if answer is None:
-                profile = _found(target, draft, num_requests)
-                is_final = profile is not None or may_measure
-                if profile is None and may_measure:
-                    profile = _measured(target, draft, num_requests)
-                answer = _Answer(state, profile, is_final)
-                answers = _answers.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})
-                answers[num_requests] = answer
-    return answer.profile
+            if answer is not None:
+                return answer
+            answer = _found_out(target, draft, state, may_measure)
+        finally:
+            _lock.release()
+    _answers.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})[state[0]] = answer
+    return answer
+
+
+def _found_out(target: PreTrainedModel, draft: DSparkDraftModel, state: tuple, may_measure: bool) -> _Answer:
+    """Read, else measured; an error is an answer too, so that it costs one call only."""
+    try:
+        profile = _found(target, draft, state[0])
+        is_final = profile is not None or may_measure
+        if profile is None and may_measure:
+            profile = _measured(target, draft, state[0])
+    except Exception as error:
+        _warn_without(target, error)
+        return _Answer(state, None, is_final=True)
+    return _Answer(state, profile, is_final)
+
+
+def _warn_without(target: PreTrainedModel, error: Exception) -> None:
+    """Drafts are then weighed by the round times of a typical machine."""
+    logger.warning_once(
+        f"No round times: {type(target).__name__} and its draft could not be measured here ({error!r}). Drafts are "
+        f"weighed by those of a typical machine instead; the text is the same. {SWITCH}=0 stops measuring."
+    )
 
 
 def _known(target: PreTrainedModel, draft: DSparkDraftModel, state: tuple, may_measure: bool) -> _Answer | None:
@@ -312,14 +347,10 @@ def _known(target: PreTrainedModel, draft: DSparkDraftModel, state: tuple, may_m
     return answer
 
 
-def _is_switched_on() -> bool:
-    return os.environ.get(SWITCH, "1").strip().lower() not in ("0", "false", "off", "no")
-
-
 def _found(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int) -> RoundTimeProfile | None:
     """A profile on disk that fits; those that do not are warned of, once."""
     places = [profile_path(target, draft, num_requests)]
-    if num_requests == 1 and draft.name_or_path and Path(draft.name_or_path).is_dir():
+    if num_requests == 1 and draft.name_or_path and os.path.isdir(draft.name_or_path):
         places.insert(0, Path(draft.name_or_path) / FILE_NAME)
     for path in places:
         try:
@@ -327,8 +358,8 @@ def _found(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int) 
             reason = profile.mismatch(target, draft, num_requests)
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except (OSError, ValueError) as error:
-            reason = str(error)
+        except Exception as error:  # files can be damaged in more ways than one can name
+            reason = str(error) or repr(error)
         if reason is None:
             return profile
         logger.warning_once(
@@ -338,23 +369,21 @@ def _found(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int) 
     return None
 
 
-def _measured(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int) -> RoundTimeProfile | None:
-    """The quick measurement. Whatever it fails of, generation can do without it."""
+def _measured(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int) -> RoundTimeProfile:
+    """The quick measurement, kept for other processes where that is possible."""
     budget_s = min(QUICK_BUDGET_S * max(1.0, num_requests / 4), LONGEST_QUICK_BUDGET_S)
-    try:
-        profile = measure_profile(target, draft, (QUICK_CONTEXT,), QUICK_REPEATS, budget_s, num_requests=num_requests)
-        path = profile_path(target, draft, num_requests)
-    except Exception as error:
-        logger.info(f"No round times: {type(target).__name__} could not be measured ({error!r}).")
-        return None
+    profile = measure_profile(target, draft, (QUICK_CONTEXT,), QUICK_REPEATS, budget_s, num_requests=num_requests)
+    path = profile_path(target, draft, num_requests)
     try:
         profile.save(path)
-        kept = f"kept in {str(path)!r}"
-    except OSError as error:
-        kept = f"not kept ({error})"
-    logger.info(
-        f"Round times of {type(target).__name__} and its draft were measured and {kept}. {SWITCH}=0 stops this."
-    )
+    except Exception as error:
+        logger.warning_once(
+            f"The round times of {type(target).__name__} and its draft could not be kept in {str(path)!r} ({error}): "
+            f"every process measures them. Set HF_HOME to a folder that can be written, or {SWITCH}=0."
+        )
+    else:
+        what = f"Round times of {type(target).__name__} and its draft were measured"
+        logger.info(f"{what} and kept in {str(path)!r}. {SWITCH}=0 stops this.")
     return profile
 
 

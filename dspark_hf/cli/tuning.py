@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,8 +11,10 @@ import transformers
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from ..checkpoints.convert import convert_draft, parse_stated
+from ..modeling_dspark import DSparkDraftModel
 from ..profiling import RoundTimeProfile, measure_profile, profile_path
 from .options import Device, Draft, Dtype, Target, console, errors, errors_in_words, load_pair, progress_bar
 
@@ -41,18 +44,26 @@ def profile_command(
             model, draft_model, _ = load_pair(target, draft, dtype, device)
         with progress_bar() as progress:
             task = progress.add_task("Timing rounds", total=(repeats + 1) * len(set(lengths)))
-            measured = measure_profile(
-                model,
-                draft_model,
-                lengths,
-                repeats,
-                on_progress=lambda: progress.advance(task),
-                num_requests=num_requests,
-            )
+            measured = _measure(model, draft_model, lengths, repeats, lambda: progress.advance(task), num_requests)
         _print_profile(measured)  # first: a folder that cannot be written does not cost the figures
         path = output if output is not None else profile_path(model, draft_model, num_requests)
         measured.save(path)
     console.print(f"Written to {path}.", markup=False, highlight=False, soft_wrap=True)
+
+
+def _measure(
+    model: PreTrainedModel,
+    draft: DSparkDraftModel,
+    lengths: list[int],
+    repeats: int,
+    on_progress: Callable[[], None],
+    num_requests: int,
+) -> RoundTimeProfile:
+    """The profile; what a target's own code may raise is put into words, too."""
+    try:
+        return measure_profile(model, draft, lengths, repeats, on_progress=on_progress, num_requests=num_requests)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, StopIteration) as error:
+        raise RuntimeError(f"{type(model).__name__} and its draft could not be measured: {error!r}.") from error
 
 
 def _parse_lengths(text: str) -> list[int]:

@@ -189,6 +189,7 @@ def test_weights_that_are_nan(name, do_sample):
 def test_a_mask_embedding_that_is_infinite(do_sample):
     """Only the draft reads it: the anchor's slot sees it through attention, and so do all others."""
     target, draft = tiny_target(), random_draft()
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
     with torch.no_grad():
         target.model.embed_tokens.weight[draft.config.mask_token_id] = math.inf
     # The text itself must not come to the token, whose embedding is the target's, too.
@@ -208,7 +209,7 @@ def test_confidences_alone_that_are_nan_stop_the_block(schedule, do_sample):
     text, rounds, passes, found = run(target, draft, do_sample=do_sample)
     assert text.shape[1] == 9 + NUM_NEW
     assert sum(record.verify_length for record in rounds) == 0
-    assert passes == 3
+    assert passes == 3 or (schedule == "hardware" and passes < 3)  # which may find sooner that it does not pay
     assert_sane(rounds)
     assert len(found) == 1
     assert "confidences that are not finite" in found[0]

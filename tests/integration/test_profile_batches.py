@@ -19,7 +19,7 @@ from dspark_hf import (
     measured_rounds,
     profiling,
 )
-from dspark_hf.cli import app
+from dspark_hf.cli import app, tuning
 from dspark_hf.measuring import batch_points, measure_curves
 from dspark_hf.profiling import SWITCH, profile_for, profile_path
 from tests.helpers import (
@@ -164,3 +164,15 @@ def test_command_refuses_numbers_that_generate_does_not_look_for(folders):
     result = CliRunner().invoke(app, ["profile", *folders, "--num-requests", "3"])
     assert result.exit_code == 2
     assert "must be a power of two, got 3" in result.output
+
+
+@pytest.mark.parametrize("error", [KeyError("rope"), AttributeError("no field"), StopIteration(), MemoryError("full")])
+def test_command_reports_whatever_a_target_raises(folders, monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(tuning, "measure_profile", fail)
+    result = CliRunner().invoke(app, ["profile", *folders])
+    assert result.exit_code == 2
+    assert "Error:" in result.output
+    assert "Traceback" not in result.output
