@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,16 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
 from .data import SequenceDataset, TargetFeatures, collate, target_features
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Fields of a config that say nothing about hidden states, or differ between machines and releases.
+_SAYS_NOTHING = re.compile(
+    r"^_|version|dtype|use_cache|architectures|output_|return_dict|label|problem_type|chunk_size_feed_forward|"
+    r"initializer|init_std|dropout|pdrop|_token_id|name_or_path|is_encoder_decoder|_implementation|loss"
+)
+# Two machines, or two kernels, round differently; another RoPE, window or adapter moves hidden states far more.
+_TOLERANCE, _TOLERATED_ROUNDINGS = 1e-2, 8
 
 
 def target_fingerprint(target: PreTrainedModel) -> str:
@@ -42,6 +53,30 @@ def target_fingerprint(target: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
+def _weights_digest(target: PreTrainedModel) -> str:
+    """Hash over every bit of every weight: sums of bit patterns, which are exact in any order and on any machine."""
+    digest = hashlib.sha256()
+    for name, parameter in target.named_parameters():
+        if parameter.device.type == "meta":  # offloaded
+            continue
+        bits = parameter.detach().contiguous().view(_INTEGERS[parameter.dtype.itemsize]).flatten()
+        total = sum(part.sum(dtype=torch.int64).item() for part in bits.split(1 << 22))
+        digest.update(f"{name} {total}\n".encode())
+    return digest.hexdigest()
+
+
+def _config_fields(target: PreTrainedModel) -> dict[str, Any]:
+    """What a target's config says about its hidden states, in JSON's types."""
+    fields = json.loads(json.dumps(target.config.get_text_config(decoder=True).to_dict(), default=str))
+    return {name: fields[name] for name in fields if not _SAYS_NOTHING.search(name)}
+
+
+def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """How far hidden states `(s, m, d)` lie apart, relative to their length, as a mean over tokens and layers."""
+    ours, theirs = ours.float(), theirs.float()
+    return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-20)).mean().item()
+
+
 class FeatureCache(Dataset):
     """The rows of a [`SequenceDataset`] with their target features, computed once and kept in a folder.
 
@@ -55,7 +90,9 @@ class FeatureCache(Dataset):
         on_shard (`Callable`, *optional*): Called with (shards done, shards in all) after each shard.
 
     Raises:
-        ValueError: If the folder was made by another target, other layers or other sequences, or a shard is damaged.
+        ValueError: If the folder was made by another target (other weights, another config, or other hidden states of
+            the shortest and the longest sequence), other layers or other sequences, if a shard is damaged, or if a
+            hidden state is not finite.
         OSError: If a shard cannot be written; the shards before it stay valid.
     """
 
@@ -74,21 +111,28 @@ class FeatureCache(Dataset):
         sequences = json.dumps([[q.input_ids, q.num_prompt_tokens] for q in dataset.sequences])
         self.identity = {
             "target": target_fingerprint(target),
+            "weights": _weights_digest(target),
+            "config": _config_fields(target),
             "target_layer_ids": list(target_layer_ids),
             "sequences": hashlib.sha256(sequences.encode()).hexdigest(),
             "shard_size": shard_size,
             "dtype": str(target.dtype),
         }
+        self._open: dict[int, Any] = {}
         self.checksums = self._read_manifest()
         num_shards = -(-len(dataset) // shard_size)
+        missing = [shard for shard in range(num_shards) if str(shard) not in self.checksums]
+        for shard in sorted(set(range(num_shards)) - set(missing)):
+            self._check_shard(shard)
+        self._check_features(target)
         for shard in range(num_shards):
-            if str(shard) in self.checksums:
-                self._check_shard(shard)
-            else:
+            if shard in missing:
                 self._write_shard(shard, target, target_layer_ids, batch_size)
             if on_shard is not None:
                 on_shard(shard + 1, num_shards)
-        self._open: dict[int, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_open": {}}  # workers of a data loader open the files again
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -116,14 +160,38 @@ class FeatureCache(Dataset):
         if not path.exists():
             return {}
         manifest = json.loads(path.read_text())
-        for name, value in self.identity.items():
-            if manifest["identity"].get(name) != value:
+        found = manifest["identity"]
+        theirs, ours = (_flat(identity) for identity in (found, self.identity))
+        # A field that one side does not know comes from another release; the features are compared in any case.
+        for name in ours:
+            if name in theirs and theirs[name] != ours[name]:
                 raise ValueError(
-                    f"The feature cache {self.folder} was made with another `{name}`: "
-                    f"{manifest['identity'].get(name)!r}, now {value!r}. Features of one target or data set say "
-                    "nothing about another; choose another folder."
+                    f"The feature cache {self.folder} was made with another `{name}`: {theirs[name]!r}, now "
+                    f"{ours[name]!r}. Features of one target or data set say nothing about another; choose another "
+                    "folder."
                 )
         return manifest["checksums"]
+
+    def _check_features(self, target: PreTrainedModel) -> None:
+        """Compute the shortest and the longest sequence that are there again: what no config tells shows in them."""
+        there = [i for i in range(len(self)) if str(i // self.shard_size) in self.checksums]
+        if not there:
+            return
+        layer_ids, lengths = self.identity["target_layer_ids"], self.lengths
+        for index in sorted({min(there, key=lengths.__getitem__), max(there, key=lengths.__getitem__)}):
+            row = self[index]
+            fresh = target_features(target, torch.tensor([row["input_ids"]]), layer_ids)
+            tolerance = max(_TOLERANCE, _TOLERATED_ROUNDINGS * torch.finfo(row["last"].dtype).eps)
+            for name, states in (("context", fresh.context_hidden_states), ("last", fresh.last_hidden_states)):
+                shape = (row["length"], -1, row["last"].shape[-1])
+                distance = _distance(row[name].view(shape), states[0].cpu().view(shape))
+                if not distance <= tolerance:
+                    raise ValueError(
+                        f"The feature cache {self.folder} was made with other hidden states: those of sequence "
+                        f"{index} lie {distance:.2g} of their length apart, more than {tolerance:.2g}. Weights and "
+                        "config are the same, but another RoPE, window, cap or adapter is at work; choose another "
+                        "folder."
+                    )
 
     def _check_shard(self, shard: int) -> None:
         path = self._path(shard)
@@ -148,6 +216,7 @@ class FeatureCache(Dataset):
                     ("last", features.last_hidden_states),
                 ):
                     tensors[f"{name}.{row['row_id']}"] = states[index, : row["length"]].cpu().clone()
+                    _check_finite(tensors[f"{name}.{row['row_id']}"], row["row_id"])
         temporary = self._path(shard).with_suffix(".tmp")
         try:
             save_file(tensors, temporary)
@@ -190,6 +259,20 @@ def cached_features(inputs: dict[str, torch.Tensor]) -> TargetFeatures | None:
     if "context" not in inputs:
         return None
     return TargetFeatures(inputs["context"], inputs["last"])
+
+
+def _check_finite(states: torch.Tensor, row_id: int) -> None:
+    if not states.isfinite().all():
+        raise ValueError(
+            f"The target's hidden states must be finite to be kept, got NaN or infinity for sequence {row_id}. Load "
+            "the target in another dtype (bfloat16 instead of float16), or look for damaged weights."
+        )
+
+
+def _flat(identity: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the config beside the others, as `config.NAME`."""
+    config = {f"config.{name}": value for name, value in identity.get("config", {}).items()}
+    return {name: value for name, value in identity.items() if name != "config"} | config
 
 
 def _sha256(path: Path) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from filelock import FileLock
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
 
 from .chat import template_hash
@@ -31,6 +30,7 @@ from .feature_cache import FeatureCache
 from .modeling_dspark import DSparkDraftModel
 from .text_files import write_text
 from .training import DSparkTrainer, DSparkTrainingArguments
+from .training_checks import check_can_go_on, check_checkpoint, check_run, check_token_ids, last_checkpoint
 from .versions import library_versions
 from .warm_start import (
     copy_target_head,
@@ -119,10 +119,12 @@ def train_draft(
         `tuple`: the draft, and its figures on the held-out sequences.
 
     Raises:
-        ValueError: If the data, the draft or the folder's earlier run do not fit.
+        ValueError: If the data, the draft or the folder's earlier run do not fit, or a weight is not finite.
+        RuntimeError: If the loss, a gradient norm or a held-out figure is not finite; no such draft is saved.
     """
+    check_run(arguments)
     train, held_out = read_sequences(tokenizer, data_arguments, generation_end_ids(target))
-    _check_token_ids([*train, *held_out], target.config.get_text_config(decoder=True).vocab_size)
+    check_token_ids([*train, *held_out], target.config.get_text_config(decoder=True).vocab_size)
     set_seed(arguments.seed)
     draft = new_draft(target, tokenizer, train, draft_arguments)
     draft.config.training_info = _training_info(
@@ -132,15 +134,18 @@ def train_draft(
     num_dropped = train_data.num_dropped + held_out_data.num_dropped
     if num_dropped:
         logger.warning(f"{num_dropped} sequences are left out: too little of an answer within `max_length`.")
-    checkpoint = _last_checkpoint(arguments.output_dir)
+    checkpoint = last_checkpoint(arguments.output_dir)
     if checkpoint is not None:
         _check_same_run(checkpoint, draft.config)
+        check_can_go_on(checkpoint)
+        check_checkpoint(checkpoint)
+    # First, since it refuses what cannot be trained before features are written.
+    trainer = DSparkTrainer(draft, target, arguments, train_dataset=train_data, eval_dataset=held_out_data)
     if data_arguments.feature_cache is not None:
-        train_data, held_out_data = (
+        trainer.train_dataset, trainer.eval_dataset = (
             _with_features(Path(data_arguments.feature_cache) / name, part, target, draft.config.target_layer_ids)
             for name, part in (("train", train_data), ("held_out", held_out_data))
         )
-    trainer = DSparkTrainer(draft, target, arguments, train_dataset=train_data, eval_dataset=held_out_data)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     figures = trainer.evaluate()
     trainer.save_model()
@@ -299,15 +304,6 @@ def _training_info(
     }
 
 
-def _check_token_ids(sequences: list[TrainingSequence], vocab_size: int) -> None:
-    highest = max(max(sequence.input_ids, default=0) for sequence in sequences)
-    if highest >= vocab_size:
-        raise ValueError(
-            f"Token ids must lie below the target's vocabulary of {vocab_size}, got {highest}. The data was made with "
-            "another target; let this one answer with `dspark-hf prepare`."
-        )
-
-
 def _with_features(
     folder: Path, dataset: SequenceDataset, target: PreTrainedModel, target_layer_ids: list[int]
 ) -> FeatureCache:
@@ -315,16 +311,6 @@ def _with_features(
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
         return FeatureCache(folder, dataset, target, target_layer_ids)
-
-
-def _last_checkpoint(output_dir: str) -> Path | None:
-    """The newest checkpoint that no kill cut short: the trainer's state is written last."""
-    steps = {}
-    for folder in Path(output_dir).glob("checkpoint-*"):
-        number, state = folder.name.removeprefix("checkpoint-"), folder / TRAINER_STATE_NAME
-        if number.isdecimal() and state.is_file() and state.read_text(encoding="utf-8").rstrip().endswith("}"):
-            steps[int(number)] = folder
-    return steps[max(steps)] if steps else None
 
 
 def _check_same_run(checkpoint: Path, config: DSparkConfig) -> None:

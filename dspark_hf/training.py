@@ -6,13 +6,15 @@ Legend: b batch, s sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
+from transformers.trainer_utils import TrainOutput
 
 from .blocks import AnchorBlocks, label_blocks, sample_anchors
 from .data import collate, target_features
@@ -20,54 +22,9 @@ from .feature_cache import cached_features, collate_features
 from .losses import LossSums, LossWeights, decay_weights
 from .modeling_dspark import DSparkDraftModel
 from .objective import BlockObjective, SlotSums, draft_blocks
-
-
-@dataclass
-class DSparkTrainingArguments(TrainingArguments):
-    """Arguments of [`DSparkTrainer`]: transformers' `TrainingArguments`, with the paper's recipe as defaults.
-
-    Different from the parent: `learning_rate` 6e-4, cosine schedule with 4 % warm-up, no weight decay, length
-    grouping, columns kept, and `ddp_find_unused_parameters` off: the heads run outside the wrapped forward, where the
-    search would take them for unused.
-
-    Args:
-        num_anchors (`int`, *optional*, defaults to 512): Most blocks per sequence.
-        loss_decay (`float`, *optional*, defaults to 4.0): Slots over which the weight of a slot falls by e.
-        cross_entropy_weight (`float`, *optional*, defaults to 0.1): Weight of Eq 9.
-        total_variation_weight (`float`, *optional*, defaults to 0.9): Weight of Eq 10.
-        confidence_weight (`float`, *optional*, defaults to 1.0): Weight of Eq 11; without a confidence head it is 0.
-        head_chunk_size (`int`, *optional*, defaults to 1024):
-            Slots whose logits exist at once: peak memory grows with `head_chunk_size * V`, not with tokens times V.
-
-    Raises:
-        ValueError: If one of them is out of range.
-    """
-
-    learning_rate: float = 6e-4
-    lr_scheduler_type: str = "cosine"
-    warmup_steps: float = 0.04
-    weight_decay: float = 0.0
-    remove_unused_columns: bool = False
-    train_sampling_strategy: str = "group_by_length"
-    ddp_find_unused_parameters: bool | None = False
-    num_anchors: int = field(default=512, metadata={"help": "Most blocks per sequence."})
-    loss_decay: float = field(default=4.0, metadata={"help": "Slots over which the weight of a slot falls by e."})
-    cross_entropy_weight: float = field(default=0.1, metadata={"help": "Weight of the cross entropy."})
-    total_variation_weight: float = field(default=0.9, metadata={"help": "Weight of the L1 distance."})
-    confidence_weight: float = field(default=1.0, metadata={"help": "Weight of the confidence loss."})
-    head_chunk_size: int = field(default=1024, metadata={"help": "Slots whose logits exist at once."})
-
-    def __post_init__(self) -> None:
-        if not torch.accelerator.is_available():
-            self.dataloader_pin_memory = False  # pinned for nobody, and warned of in every run
-        super().__post_init__()
-        for name in ("num_anchors", "head_chunk_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` must be >= 1, got {getattr(self, name)}.")
-        for name in ("cross_entropy_weight", "total_variation_weight", "confidence_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"`{name}` must be >= 0, got {getattr(self, name)}. 0 leaves that term out.")
-        decay_weights(1, self.loss_decay)
+from .target_structure import backbone_of
+from .training_arguments import DSparkTrainingArguments
+from .training_checks import check_checkpoint, check_token_ids, check_weights, last_checkpoint
 
 
 class EpochLengthSampler(LengthGroupedSampler):
@@ -107,8 +64,10 @@ class DSparkTrainer(Trainer):
         kwargs (`Any`): As for `Trainer`: `train_dataset`, `eval_dataset` ([`SequenceDataset`]), `callbacks`, ...
 
     Raises:
-        NotImplementedError: If the draft has the slot convention of the original DFlash.
-        ValueError: If the draft does not fit the target.
+        NotImplementedError: If the draft has the slot convention of the original DFlash, the target has no backbone to
+            read hidden states from, or the weights are to be sharded.
+        ValueError: If the draft does not fit the target, a weight of either is not finite, or the data has tokens that
+            the target does not have.
     """
 
     def __init__(self, draft: DSparkDraftModel, target: PreTrainedModel, args: DSparkTrainingArguments, **kwargs: Any):
@@ -117,8 +76,17 @@ class DSparkTrainer(Trainer):
                 "Drafts are trained with `sample_from_anchor=True` only, where slot 0 predicts the token after the "
                 "anchor, got False. Start from a new draft."
             )
+        backbone_of(target)  # refuses what has none
+        check_weights(target, "The target", "Load it again, in another dtype, or look for a damaged file.")
+        check_weights(draft, "The draft", "Start from another one.")
+        for name in ("train_dataset", "eval_dataset"):
+            check_token_ids(getattr(kwargs.get(name), "sequences", ()), draft.config.vocab_size)
         kwargs.setdefault("data_collator", _collate_any)
         super().__init__(model=draft, args=args, **kwargs)
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # by the launcher
+            raise NotImplementedError(
+                "A draft cannot be trained with sharded weights, got FSDP or DeepSpeed. Use DDP."
+            )
         # The loss is divided by the weights of the whole global batch here, not by the number of micro-batches there.
         self.model_accepts_loss_kwargs = True
         self.target = target.requires_grad_(False).eval()
@@ -131,6 +99,105 @@ class DSparkTrainer(Trainer):
             args.confidence_weight if draft.confidence_head is not None else 0.0,
         )
         self._log_sums: dict[str, tuple[LossSums, SlotSums]] = {}
+        self._micro_losses: list[torch.Tensor] = []
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """Train; ends before a step whose loss or gradient is not finite.
+
+        Args:
+            resume_from_checkpoint (`str` or `bool`, *optional*): Checkpoint to go on from, or `True` for the newest.
+            kwargs (`Any`): As for `Trainer`.
+
+        Returns:
+            `TrainOutput`
+
+        Raises:
+            ValueError: If the checkpoint's weights are not finite.
+            RuntimeError: If a loss, a gradient norm or a held-out figure is not finite.
+        """
+        self._micro_losses.clear()
+        if resume_from_checkpoint is True:
+            newest = last_checkpoint(self.args.output_dir)
+            resume_from_checkpoint = str(newest) if newest is not None else True  # which the Trainer refuses
+        if isinstance(resume_from_checkpoint, str):
+            check_checkpoint(Path(resume_from_checkpoint))
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of a micro-batch; after the last one of a step, its loss and gradient must be finite.
+
+        Args:
+            model (`nn.Module`): The draft as the Trainer wrapped it.
+            args (`Any`): As for `Trainer`.
+            kwargs (`Any`): As for `Trainer`.
+
+        Returns:
+            `torch.Tensor`: scalar.
+
+        Raises:
+            RuntimeError: If the loss or the gradient norm of the step is not finite.
+        """
+        loss = super().training_step(model, *args, **kwargs)
+        self._micro_losses.append(loss)
+        if self.accelerator.sync_gradients:
+            self._check_step(torch.stack(self._micro_losses).sum().float())
+            self._micro_losses.clear()
+        return loss
+
+    def _check_step(self, loss: torch.Tensor) -> None:
+        """Every process learns of what any of them met, so that none waits for another."""
+        figures = {"loss": loss}
+        if self.accelerator.scaler is None:  # which tries gradients that overflow in float16, and skips them
+            gradients = [p.grad for p in self.draft.parameters() if p.grad is not None]
+            figures["gradient norm"] = torch.nn.utils.get_total_norm(gradients).to(loss)
+        wrong = ~torch.stack(list(figures.values())).isfinite()
+        if self.accelerator.reduce(wrong.float(), reduction="sum").any():
+            self._stop({name: value.item() for name, value in figures.items()}, self.state.global_step + 1)
+
+    def _stop(self, figures: dict[str, float], step: int) -> NoReturn:
+        found = ", ".join(f"{name} {value}" for name, value in figures.items())
+        newest = last_checkpoint(self.args.output_dir)
+        kept = "no checkpoint was saved before" if newest is None else f"the last checkpoint before is {newest}"
+        raise RuntimeError(
+            f"Training must have finite figures, got {found} at step {step}. Nothing of it is saved; {kept}. Train in "
+            f"another `output_dir` with a lower `learning_rate` than {self.args.learning_rate:g}"
+            + (", from that checkpoint with `init_from`." if newest is not None else ".")
+        )
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Figures on held-out sequences.
+
+        Args:
+            args (`Any`): As for `Trainer`.
+            kwargs (`Any`): As for `Trainer`.
+
+        Returns:
+            `dict[str, float]`
+
+        Raises:
+            RuntimeError: If one of them is not finite.
+        """
+        figures = super().evaluate(*args, **kwargs)
+        wrong = {name: value for name, value in figures.items() if not math.isfinite(value)}
+        if wrong:
+            self._stop(wrong, self.state.global_step)
+        return figures
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the draft, if its weights are finite.
+
+        Args:
+            output_dir (`str`, *optional*): Folder; that of the run by default.
+            _internal_call (`bool`, *optional*, defaults to `False`): The Trainer's own.
+
+        Raises:
+            ValueError: If a weight is not finite.
+        """
+        newest = last_checkpoint(self.args.output_dir)
+        kept = f"; the last checkpoint is {newest}" if newest is not None else ""
+        remedy = f"It is not saved{kept}. Train in another `output_dir` with a lower `learning_rate`."
+        check_weights(self.draft, "A draft that is saved", remedy)
+        super().save_model(output_dir, _internal_call)
 
     def blocks_of(self, inputs: dict[str, torch.Tensor], epoch: int) -> AnchorBlocks:
         """The blocks of a batch in an epoch.
@@ -169,7 +236,8 @@ class DSparkTrainer(Trainer):
         if not self._groups(data):
             return super()._get_train_sampler(train_dataset)
         rows_per_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return EpochLengthSampler(data.lengths, rows_per_step, self.args.seed, lambda: self._epoch)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return EpochLengthSampler(data.lengths, rows_per_step, seed, lambda: self._epoch)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler | None:
         """The same without reading a row; the Trainer's own would read every feature of a cache."""
