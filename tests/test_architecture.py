@@ -33,8 +33,19 @@ LAYERS = {
         "drafting_history",
         "simulation",
     },
-    1: {"_compat", "versions", "configuration_dspark", "heads", "pairing", "modeling_dspark", "checkpoints"},
+    1: {
+        "_compat",
+        "versions",
+        "model_sources",
+        "configuration_dspark",
+        "heads",
+        "pairing",
+        "modeling_dspark",
+        "checkpoints",
+        "target_loading",
+    },
     2: {
+        "thinking",
         "drafting_steps",
         "processors",
         "stopping_criteria",
@@ -67,7 +78,7 @@ APPLICATIONS = 3
 # Other packages that a layer may use, the standard library aside.
 LIBRARIES = {
     0: {"torch", "numpy"},
-    1: {"torch", "transformers", "safetensors"},
+    1: {"torch", "transformers", "safetensors", "peft"},
     2: {"torch", "transformers", "safetensors", "huggingface_hub"},
 }
 STANDARD_LIBRARY_ONLY = {"metrics", "_version", "text_files", "json_values"}

@@ -73,7 +73,7 @@ def to_config(file: ConfigFile) -> DSparkConfig:
 
 
 def _with_spread_layer_ids(file: ConfigFile) -> ConfigFile:
-    """Where a draft without heads names no layers, z-lab's own code reads one per draft layer, spread over the target."""
+    """Where a draft without heads names no layers, z-lab's own code reads one for each draft layer, spread evenly."""
     num_target_layers, num_layers = file.fields.get("num_target_layers"), file.require("num_hidden_layers")
     if _has_heads(file) or file.get("target_layer_ids") is not None or type(num_target_layers) is not int:
         return file

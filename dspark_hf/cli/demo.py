@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-from .options import Device, Draft, Dtype, Target, console, errors_in_words, load_pair
+from ..thinking import choose_thinking
+from .loading import load_pair
+from .options import Device, Draft, Dtype, Target, Thinking, TrustRemoteCode, console, errors_in_words
 
 
 def demo_command(
@@ -16,6 +18,8 @@ def demo_command(
     draft: Draft = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
+    enable_thinking: Thinking = None,
     host: Annotated[
         str | None,
         typer.Option("--host", help="Address to listen at. Default: $GRADIO_SERVER_NAME, or this machine only."),
@@ -43,8 +47,9 @@ def demo_command(
                 f'The demo needs gradio (6.27 or newer, below 7) and pandas ({error}): pip install "dspark-hf[demo]".'
             ) from error
         with console.status("Loading the models (the default target is fetched and converted once)..."):
-            pair = Pair(*load_pair(target, draft, dtype, device))
+            model, draft_model, tokenizer = load_pair(target, draft, dtype, device, trust_remote_code)
+            thinking = choose_thinking(tokenizer, enable_thinking, draft_model.config.training_info)
             limits = Limits(max_new_tokens=max_new_tokens, max_queue=max_queue)
-            Session(pair, limits).warm_up()
-            demo = build_demo(pair.target, pair.draft, pair.tokenizer, limits)
+            Session(Pair(model, draft_model, tokenizer, thinking), limits).warm_up()
+            demo = build_demo(model, draft_model, tokenizer, limits, thinking)
         serve(demo, host, port)

@@ -9,8 +9,11 @@ from typing import Annotated
 import transformers
 import typer
 
+from ..model_sources import find_source
 from ..prepare_job import PrepareJob
 from ..row_generation import SamplingSettings
+from ..thinking import check_thinking
+from .loading import load_target
 from .options import (
     Device,
     Dtype,
@@ -19,10 +22,10 @@ from .options import (
     Target,
     Temperature,
     TopP,
+    TrustRemoteCode,
     console,
     errors,
     errors_in_words,
-    load_target,
     progress_bar,
 )
 
@@ -45,6 +48,7 @@ def prepare(
     target: Target = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     server: Annotated[
         str | None, typer.Option("--server", help="Base URL of an OpenAI-compatible server that runs the target.")
     ] = None,
@@ -85,7 +89,9 @@ def prepare(
                     raise ValueError("`--server` needs `--target`: the name of the target at the server.")
                 added = job.run_at_server(server, target, concurrency, progress)
             else:
-                added = job.run_here(*load_target(target, dtype, device), progress)
+                model, tokenizer = load_target(target, dtype, device, trust_remote_code)
+                check_thinking(tokenizer, enable_thinking)
+                added = job.run_here(model, tokenizer, progress)
     console.print(f"{added} rows added to {output}.", markup=False)
 
 
@@ -94,6 +100,7 @@ def train(
     target: Target = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train a draft on answered conversations; run it again to go on after an interruption."""
     # The Trainer takes seconds to import.
@@ -103,7 +110,10 @@ def train(
     with errors_in_words(), own_process_group():
         parser = transformers.HfArgumentParser((DataArguments, DraftArguments, DSparkTrainingArguments))
         data_arguments, draft_arguments, arguments = parser.parse_args_into_dataclasses(context.args)
-        model, tokenizer = load_target(target, dtype, device or str(arguments.device))
+        if draft_arguments.init_from is not None:
+            draft_arguments.init_from = find_source(draft_arguments.init_from)
+        model, tokenizer = load_target(target, dtype, device or str(arguments.device), trust_remote_code)
+        check_thinking(tokenizer, data_arguments.enable_thinking)
         _, figures = train_draft(model, tokenizer, data_arguments, draft_arguments, arguments)
     if arguments.process_index == 0:
         errors.print(f"The draft is in {arguments.output_dir}.", markup=False, highlight=False, soft_wrap=True)

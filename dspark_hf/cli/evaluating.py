@@ -28,6 +28,9 @@ from ..evaluation.report import check_can_report, write_report, write_tensorboar
 from ..evaluation.running import Settings, evaluate, num_answers, settings_for, warm_up
 from ..evaluation.summary import Evaluation, interval_text, summarize_runs
 from ..evaluation.tasks import BUILTIN, TaskData, load_tasks
+from ..model_sources import find_source
+from ..thinking import check_thinking
+from .loading import check_prompting, load_target
 from .options import (
     Device,
     Dtype,
@@ -36,10 +39,10 @@ from .options import (
     Seed,
     Target,
     TopP,
+    TrustRemoteCode,
     console,
     errors,
     errors_in_words,
-    load_target,
     progress_bar,
 )
 
@@ -76,6 +79,7 @@ def eval_command(
     ] = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     limit: Annotated[
         int, typer.Option("--limit", min=0, help="Questions of each task, spread over it; 0 for all.")
     ] = 20,
@@ -99,12 +103,17 @@ def eval_command(
     try:
         with errors_in_words():
             check_can_report(tensorboard)
+            check_prompting(raw, enable_thinking)
             chosen = _parse_temperatures(temperatures)
             wanted = _drafters(target, draft or [], drafter or [])
+            for row in wanted:
+                if row.path is not None:
+                    find_source(row.path)
             data = load_tasks(tasks or [BUILTIN], limit or None)
             with errors.status("Loading the models..."):
-                model, tokenizer = load_target(target, dtype, device)
-                loaded = load_drafters(wanted, model, tokenizer)
+                model, tokenizer = load_target(target, dtype, device, trust_remote_code)
+                loaded = load_drafters(wanted, model, tokenizer, trust_remote_code)
+            check_thinking(tokenizer, enable_thinking)
             settings = settings_for(
                 model, tokenizer, data, loaded, chosen, top_p, max_new_tokens, seed, raw, enable_thinking
             )
