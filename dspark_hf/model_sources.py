@@ -30,8 +30,9 @@ def find_source(name: str | os.PathLike, subfolder: str = "") -> str:
         `str`: a folder with a config.json or a PEFT adapter in it, or what may be a Hub id.
 
     Raises:
-        FileNotFoundError: If the name can only be a path, and there is no such folder.
-        ValueError: If it is empty, a file, or a folder without a model.
+        FileNotFoundError: If it is a folder without a model, or can only be a path, and there is no such folder.
+        NotADirectoryError: If it is a file.
+        ValueError: If the name is empty.
     """
     text = os.fspath(os.path.expanduser(name))
     if not text.strip():
@@ -40,7 +41,7 @@ def find_source(name: str | os.PathLike, subfolder: str = "") -> str:
     if path.is_dir():
         _check_folder(path)
     elif path.exists():
-        raise ValueError(_file_in_words(path))
+        raise NotADirectoryError(_file_in_words(path))
     elif looks_like_path(text):
         shown = os.path.join(text, subfolder) if subfolder else text
         raise FileNotFoundError(f"There is no folder {shown!r}. Check the path, or give a Hub id (`owner/name`).")
@@ -118,14 +119,14 @@ def _check_folder(path: Path) -> None:
         return
     files = sorted(path.iterdir())
     if not files:
-        raise ValueError(f"The folder {str(path)!r} is empty. Give one that holds a model.")
+        raise FileNotFoundError(f"The folder {str(path)!r} is empty, without a {CONFIG_NAME}. Give one with a model.")
     for file in files:
         if file.suffix == GGUF_SUFFIX:
-            raise ValueError(f"The folder {str(path)!r} holds a GGUF file and no {CONFIG_NAME}. {_GGUF_REMEDY}")
+            raise FileNotFoundError(f"The folder {str(path)!r} holds a GGUF file and no {CONFIG_NAME}. {_GGUF_REMEDY}")
     # What a Trainer leaves when it is interrupted, and the layout of the Hub's cache.
     inner = sorted({*path.glob(f"*/{CONFIG_NAME}"), *path.glob(f"snapshots/*/{CONFIG_NAME}")})
     remedy = f"Did you mean {str(inner[-1].parent)!r}?" if inner else "Give the folder that `save_pretrained` wrote."
-    raise ValueError(f"The folder {str(path)!r} has no {CONFIG_NAME}, so it holds no model. {remedy}")
+    raise FileNotFoundError(f"The folder {str(path)!r} has no {CONFIG_NAME}, so it holds no model. {remedy}")
 
 
 def _file_in_words(path: Path) -> str:

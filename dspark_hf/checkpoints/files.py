@@ -44,7 +44,7 @@ def read_config_file(name_or_path: str | os.PathLike, load_arguments: dict[str, 
 
     Raises:
         OSError: If there is none.
-        ValueError: If the name is a file, or a folder without a model.
+        ValueError: If it holds no object.
     """
     source = find_source(name_or_path, load_arguments.get("subfolder") or "")
     config = read_config_fields(source, hub_arguments(load_arguments))

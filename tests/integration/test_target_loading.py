@@ -151,7 +151,7 @@ def test_folders_and_files_without_a_model(pair, tmp_path):
     (tmp_path / "run" / "checkpoint-2").mkdir(parents=True)
     shutil.copy(pair[1] / "config.json", tmp_path / "run" / "checkpoint-2")
     cases = {
-        tmp_path / "empty": "is empty. Give one that holds a model",
+        tmp_path / "empty": "is empty, without a config.json. Give one with a model",
         tmp_path / "notes": "has no config.json, so it holds no model. Give the folder that `save_pretrained` wrote",
         tmp_path / "weights": "holds a GGUF file and no config.json.*`from_pretrained",
         tmp_path / "weights" / "model.gguf": "is a GGUF file, and a model is given as a folder",
