@@ -22,6 +22,7 @@ LAYERS = {
         "_version",
         "attention",
         "text_files",
+        "path_checks",
         "json_values",
         "sampling",
         "metrics",
@@ -81,7 +82,7 @@ LIBRARIES = {
     1: {"torch", "transformers", "safetensors", "peft"},
     2: {"torch", "transformers", "safetensors", "huggingface_hub"},
 }
-STANDARD_LIBRARY_ONLY = {"metrics", "_version", "text_files", "json_values"}
+STANDARD_LIBRARY_ONLY = {"metrics", "_version", "text_files", "path_checks", "json_values"}
 MAY_PRINT = {"cli", "__main__"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 80, 500
 

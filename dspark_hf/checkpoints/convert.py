@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
 from ..modeling_dspark import DSparkDraftModel
+from ..path_checks import check_output_folder
 from ..scheduling import SPSCurve
 from ..target_loading import TargetSource, empty_target, find_target, load_target_config, load_target_model
 from . import deepspec, deepspec_gemma4, speculators
@@ -144,6 +145,7 @@ def _check_request(to: str, output: Path) -> None:
         raise ValueError(f"`to` must be one of {FORMATS}, got {to!r}.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"`output` must be a new or an empty folder, got {output}. Choose another, or empty it.")
+    check_output_folder(output, "output")
 
 
 def _with_target(config: DSparkConfig, target: TargetSource | None) -> DSparkConfig:

@@ -15,6 +15,7 @@ from rich.table import Table
 from ..calibrate_job import calibrate, check_can_save, num_calibration_answers, save_calibration
 from ..calibration import CalibrationReport
 from ..figure_files import check_can_plot
+from ..path_checks import check_output_file, check_output_folder
 from ..prompts import read_prompts
 from ..reliability_plot import save_reliability_plot
 from .loading import check_prompting, load_pair, prompting_tokenizer
@@ -72,11 +73,14 @@ def calibrate_command(
     """Make a draft's confidences mean what they say, and keep that in its config."""
     with errors_in_words():
         check_prompting(raw, enable_thinking)
-        chosen = choose_prompts(None, prompts)
+        chosen, sampling = choose_prompts(None, prompts), sampling_arguments(temperature, top_p)
         check = read_prompts(check_prompts) if check_prompts is not None else None
         total = num_calibration_answers(chosen, check, num_answers)
         if plot is not None:
             check_can_plot(plot, "reliability diagram")
+            check_output_file(plot, "--plot")
+        if output is not None:
+            check_output_folder(output, "--output")
         with errors.status("Loading the models..."):
             model, draft_model, tokenizer = load_pair(target, draft, dtype, device, trust_remote_code)
         tokenizer = prompting_tokenizer(tokenizer, draft_model, enable_thinking, raw)
@@ -95,7 +99,7 @@ def calibrate_command(
                 max_new_tokens=max_new_tokens,
                 num_answers=num_answers,
                 raw=raw,
-                generate_arguments=sampling_arguments(temperature, top_p),
+                generate_arguments=sampling,
                 prompts_name=prompts.name if prompts is not None else "built-in",
                 on_progress=lambda: progress.advance(task),
             )

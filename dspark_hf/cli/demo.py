@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from typing import Annotated
 
 import typer
@@ -38,6 +39,8 @@ def demo_command(
     # Read when gradio is imported. Nothing is reported to anyone.
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     with errors_in_words():
+        if host is not None:
+            _check_host(host)
         try:
             from ..demo.app import build_demo, serve
             from ..demo.session import Pair, Session
@@ -53,3 +56,15 @@ def demo_command(
             Session(Pair(model, draft_model, tokenizer, thinking), limits).warm_up()
             demo = build_demo(model, draft_model, tokenizer, limits, thinking)
         serve(demo, host, port)
+
+
+def _check_host(host: str) -> None:
+    """Refuse an address that is not this machine's, which the server would try again and again."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except OSError as error:
+        raise ValueError(
+            f"`--host` must be an address of this machine, got {host!r} ({error}). 127.0.0.1 serves this machine "
+            "only, 0.0.0.0 every machine that reaches it."
+        ) from error

@@ -10,6 +10,7 @@ import transformers
 import typer
 
 from ..model_sources import find_source
+from ..path_checks import check_input_file, check_output_file, check_output_folder
 from ..prepare_job import PrepareJob
 from ..row_generation import SamplingSettings
 from ..thinking import check_thinking
@@ -70,6 +71,11 @@ def prepare(
 ) -> None:
     """Let the target answer prompts: the data to train its draft on."""
     with errors_in_words():
+        for path in prompts or ():
+            check_input_file(path, "--prompts")
+        check_output_file(output, "--output")
+        if server is not None and not server.startswith(("http://", "https://")):
+            raise ValueError(f"`--server` must begin with http:// or https://, got {server!r}.")
         sampling = SamplingSettings(max_new_tokens, temperature, top_k, top_p, seed)
         with progress_bar(transient=False) as progress:
             job = PrepareJob(
@@ -108,11 +114,29 @@ def train(
     from ..training import DSparkTrainingArguments
 
     with errors_in_words(), own_process_group():
-        parser = transformers.HfArgumentParser((DataArguments, DraftArguments, DSparkTrainingArguments))
-        data_arguments, draft_arguments, arguments = parser.parse_args_into_dataclasses(context.args)
+        parser = transformers.HfArgumentParser(
+            (DataArguments, DraftArguments, DSparkTrainingArguments),
+            prog="dspark-hf train",
+            usage="dspark-hf train --data FILE [FILE ...] --output_dir FOLDER [options]",  # its own has pages
+        )
+        data_arguments, draft_arguments, arguments, unknown = parser.parse_args_into_dataclasses(
+            context.args, return_remaining_strings=True
+        )
+        if unknown:
+            raise ValueError(
+                f"`dspark-hf train` has no {' '.join(unknown)}. Its options are those of docs/training.md and of "
+                "transformers' TrainingArguments."
+            )
+        for path in data_arguments.data:
+            check_input_file(path, "--data")
+        check_output_folder(arguments.output_dir, "--output_dir")
+        if data_arguments.feature_cache is not None:
+            check_output_folder(data_arguments.feature_cache, "--feature_cache")
         if draft_arguments.init_from is not None:
             draft_arguments.init_from = find_source(draft_arguments.init_from)
-        model, tokenizer = load_target(target, dtype, device or str(arguments.device), trust_remote_code)
+        model, tokenizer = load_target(
+            target, dtype, str(arguments.device) if device is None else device, trust_remote_code
+        )
         check_thinking(tokenizer, data_arguments.enable_thinking)
         _, figures = train_draft(model, tokenizer, data_arguments, draft_arguments, arguments)
     if arguments.process_index == 0:

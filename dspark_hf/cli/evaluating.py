@@ -29,6 +29,7 @@ from ..evaluation.running import Settings, evaluate, num_answers, settings_for, 
 from ..evaluation.summary import Evaluation, interval_text, summarize_runs
 from ..evaluation.tasks import BUILTIN, TaskData, load_tasks
 from ..model_sources import find_source
+from ..path_checks import check_output_folder
 from ..thinking import check_thinking
 from .loading import check_prompting, load_target
 from .options import (
@@ -44,6 +45,7 @@ from .options import (
     errors,
     errors_in_words,
     progress_bar,
+    sampling_arguments,
 )
 
 
@@ -104,6 +106,9 @@ def eval_command(
         with errors_in_words():
             check_can_report(tensorboard)
             check_prompting(raw, enable_thinking)
+            check_output_folder(output, "--output")
+            if tensorboard is not None:
+                check_output_folder(tensorboard, "--tensorboard")
             chosen = _parse_temperatures(temperatures)
             wanted = _drafters(target, draft or [], drafter or [])
             for row in wanted:
@@ -147,9 +152,12 @@ def _drafters(target: str | None, drafts: list[str], drafters: list[str]) -> lis
 
 def _parse_temperatures(text: str) -> list[float]:
     try:
-        return [float(part) for part in text.split(",")]
+        found = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise ValueError(f"`--temperatures` must be numbers with commas between them, got {text!r}.") from error
+    for temperature in found:
+        sampling_arguments(temperature)
+    return found
 
 
 def _run(

@@ -35,6 +35,7 @@ from .options import (
     Threshold,
     TopP,
     TrustRemoteCode,
+    check_prompt,
     choose_prompts,
     console,
     errors,
@@ -73,7 +74,7 @@ def compare_command(
     """Plain generation against DSpark: speed, accepted length, and whether the texts are the same."""
     with errors_in_words():
         check_prompting(raw, enable_thinking)
-        chosen = choose_prompts(text, prompts)
+        chosen, sampling = choose_prompts(text, prompts), sampling_arguments(temperature, top_p)
         status = errors if json_output else console
         with status.status("Loading the models (the default target is fetched and converted once)..."):
             model, draft_model, tokenizer = load_pair(target, draft, dtype, device, trust_remote_code)
@@ -90,7 +91,7 @@ def compare_command(
                 max_new_tokens=max_new_tokens,
                 repeats=repeats,
                 raw=raw,
-                generate_arguments=sampling_arguments(temperature, top_p),
+                generate_arguments=sampling,
                 on_progress=lambda: progress.advance(task),
             )
     if json_output:
@@ -121,10 +122,15 @@ def generate_command(
     """Stream one answer to the terminal; the figures go to standard error."""
     with errors_in_words():
         check_prompting(raw, enable_thinking)
+        check_prompt(text)
+        sampling = sampling_arguments(temperature, top_p)
+        knobs = (num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
+        if plain and any(knob is not None for knob in knobs):
+            raise ValueError("`--plain` does without the draft, so its knobs mean nothing, got both. Leave out one.")
         with errors.status("Loading the models..."):
             model, draft_model, tokenizer = load_pair(target, draft, dtype, device, trust_remote_code)
         tokenizer = prompting_tokenizer(tokenizer, draft_model, enable_thinking, raw)
-        set_knobs(draft_model, num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
+        set_knobs(draft_model, *knobs)
         torch.manual_seed(seed)
         inputs = {name: value.to(model.device) for name, value in encode_prompt(tokenizer, text, raw).items()}
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -133,7 +139,7 @@ def generate_command(
             model.generate(
                 **inputs,
                 **assistant,
-                **sampling_arguments(temperature, top_p),
+                **sampling,
                 max_new_tokens=max_new_tokens,
                 streamer=streamer,
             )

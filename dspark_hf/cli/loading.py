@@ -63,16 +63,20 @@ def choose_device(name: str | None) -> str:
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.empty(0, device=name).device
-    # torch has no one type for a device that it does not know, was not built for, or does not find.
+        device = torch.device(name)
+    except RuntimeError as error:  # its message lists every backend there has ever been
+        raise ValueError(f"`--device` must be a device such as cpu, cuda, cuda:1 or mps, got {name!r}.") from error
+    if device.type == "meta":
+        raise ValueError("`--device` must be a device that computes, such as cpu or cuda, got 'meta'.")
+    try:
+        torch.empty(0, device=device)
+    # torch has no one type for a device that it was not built for, or does not find.
     except (RuntimeError, AssertionError, NotImplementedError, AttributeError, ImportError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         raise ValueError(
-            f"`--device` must be a device of this machine, such as cpu, cuda, cuda:1 or mps, got {name!r} ({reason}). "
-            "Leave it out to take CUDA where there is one, else the CPU."
+            f"`--device` must be a device of this machine, got {name!r} ({reason}). Leave it out to take CUDA where "
+            "there is one, else the CPU."
         ) from error
-    if device.type == "meta":
-        raise ValueError("`--device` must be a device that computes, such as cpu or cuda, got 'meta'.")
     return name
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,7 +56,7 @@ Schedule = Annotated[
 ]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 decodes greedily.")]
 TopP = Annotated[float, typer.Option("--top-p", "--top_p", min=0.0, max=1.0, help="Nucleus, when sampling.")]
-Seed = Annotated[int, typer.Option("--seed", help="Random seed, when sampling.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed, when sampling.")]
 Thinking = Annotated[
     bool | None,
     typer.Option(
@@ -95,8 +96,12 @@ def set_knobs(draft: DSparkDraftModel, num_tokens: int | None, threshold: float 
             setattr(draft.generation_config, name, value)
 
 
-def sampling_arguments(temperature: float, top_p: float) -> dict[str, Any]:
+def sampling_arguments(temperature: float, top_p: float = 1.0) -> dict[str, Any]:
     """Arguments of `generate`; temperature 0 is greedy."""
+    if not math.isfinite(temperature) or temperature < 0:
+        raise ValueError(f"A temperature must be a finite number >= 0, got {temperature}.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"`--top-p` must lie in (0, 1], got {top_p}. 1 keeps every token.")
     if temperature == 0:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
@@ -107,8 +112,15 @@ def choose_prompts(text: list[str] | None, path: Path | None) -> list[Prompt]:
     if text and path is not None:
         raise ValueError("Prompts come from the command line or from `--prompts`, got both. Leave one away.")
     if text:
-        return [Prompt("yours", prompt) for prompt in text]
+        return [Prompt("yours", check_prompt(prompt)) for prompt in text]
     return read_prompts(path) if path is not None else list(BUILTIN_PROMPTS)
+
+
+def check_prompt(text: str) -> str:
+    """Refuse a prompt without words, as prompt files do."""
+    if not text.strip():
+        raise ValueError(f"A prompt must hold some text, got {text!r}.")
+    return text
 
 
 def progress_bar(transient: bool = True) -> Progress:

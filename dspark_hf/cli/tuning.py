@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..checkpoints.convert import convert_draft, parse_stated
+from ..path_checks import check_input_file, check_output_file
 from ..profiling import RoundTimeProfile, measure_profile, profile_path
 from .loading import load_pair
 from .options import Device, Draft, Dtype, Target, TrustRemoteCode, console, errors, errors_in_words, progress_bar
@@ -39,6 +40,8 @@ def profile_command(
         lengths = _parse_lengths(context_lengths)
         if num_requests & (num_requests - 1):  # `generate` looks for powers of two
             raise ValueError(f"`--num-requests` must be a power of two, got {num_requests}. Take the next larger one.")
+        if output is not None:
+            check_output_file(output, "--output")
         with errors.status("Loading the models..."):
             model, draft_model, _ = load_pair(target, draft, dtype, device, trust_remote_code)
         with progress_bar() as progress:
@@ -114,6 +117,8 @@ def convert_command(
     """Write a draft in the layout that another engine reads."""
     transformers.logging.disable_progress_bar()
     with errors_in_words():
+        if round_times is not None:
+            check_input_file(round_times, "--round-times")
         curve = RoundTimeProfile.load(round_times).curves[0][1] if round_times is not None else None
         written = convert_draft(draft, to, output, target, parse_stated(stated or []), curve, trust_remote_code)
     console.print(f"{written.folder}: {to}, every tensor as it was.", markup=False, highlight=False)
