@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,18 +125,30 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool = Fal
         `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, `(1, s)` each.
 
     Raises:
-        ValueError: If the prompt has no token.
+        ValueError: If the prompt has no token, or the chat template refuses it.
     """
     if raw or not tokenizer.chat_template:
         inputs = tokenizer(text, return_tensors="pt")
     else:
-        messages = [{"role": "user", "content": text}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        inputs = _in_chat_template(tokenizer, text)
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError(f"A prompt must have at least one token, got {text!r}.")
     return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+
+def _in_chat_template(tokenizer: PreTrainedTokenizerBase, text: str) -> Mapping[str, torch.Tensor]:
+    from jinja2 import TemplateError  # installed wherever chat templates are
+
+    messages = [{"role": "user", "content": text}]
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    except TemplateError as error:
+        raise ValueError(
+            f"The chat template of this tokenizer cannot build the prompt ({error}). Correct the template, or prompt "
+            "without it (`raw`)."
+        ) from error
 
 
 def compare(

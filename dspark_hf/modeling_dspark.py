@@ -408,6 +408,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
                 config, or the config leaves a field open or contradicts an argument.
             NotImplementedError: If the format is known but cannot be used here; the message says what serves it.
         """
+        pretrained_model_name_or_path = os.path.expanduser(pretrained_model_name_or_path)
         stated = {name: kwargs.pop(name) for name in checkpoints.OPEN_FIELDS if name in kwargs}
         if not isinstance(config, DSparkConfig):
             config = checkpoints.read_config(pretrained_model_name_or_path, kwargs, stated)

@@ -22,6 +22,7 @@ LAYERS = {
         "_version",
         "attention",
         "text_files",
+        "path_checks",
         "json_values",
         "json_lines",
         "conversations",
@@ -41,15 +42,18 @@ LAYERS = {
         "_compat",
         "versions",
         "target_structure",
+        "model_sources",
         "configuration_dspark",
         "heads",
         "pairing",
         "modeling_dspark",
         "checkpoints",
+        "target_loading",
     },
     2: {
         "drafter",
         "round_check",
+        "thinking",
         "drafting_steps",
         "drawing",
         "stream_end",
@@ -89,10 +93,14 @@ APPLICATIONS = 3
 # Other packages that a layer may use, the standard library aside.
 LIBRARIES = {
     0: {"torch", "numpy"},
-    1: {"torch", "transformers", "safetensors"},
+    1: {"torch", "transformers", "safetensors", "peft"},
     2: {"torch", "transformers", "safetensors", "huggingface_hub"},
 }
+<<<<<<< HEAD
 STANDARD_LIBRARY_ONLY = {"metrics", "_version", "text_files", "json_values", "json_lines", "conversations"}
+=======
+STANDARD_LIBRARY_ONLY = {"metrics", "_version", "text_files", "path_checks", "json_values"}
+>>>>>>> h-cli
 MAY_PRINT = {"cli", "__main__"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 80, 500
 

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..configuration_dspark import DSparkConfig
 from ..modeling_dspark import DSparkDraftModel
+from ..path_checks import check_output_folder
 from ..scheduling import SPSCurve
+from ..target_loading import TargetSource, empty_target, find_target, load_target_config, load_target_model
 from . import deepspec, deepspec_gemma4, speculators
 from .engine_files import write_engine_files
 from .fields import OPEN_FIELDS
@@ -53,6 +55,7 @@ def convert_draft(
     target: str | os.PathLike | None = None,
     stated: dict[str, Any] | None = None,
     curve: SPSCurve | None = None,
+    trust_remote_code: bool = False,
 ) -> Conversion:
     """Write a draft in another format. The folder appears complete, after it was read back and compared.
 
@@ -62,8 +65,10 @@ def convert_draft(
         output (`str` or `os.PathLike`): Folder to write; it must not exist, or be empty.
         target (`str` or `os.PathLike`, *optional*):
             Hub id or folder of the target. DeepSpec's layout holds its embedding and LM head, speculators' names it.
+            A PEFT adapter is merged into its base where weights are written.
         stated (`dict[str, Any]`, *optional*): Fields that the source leaves open, as in `from_pretrained`.
         curve (`SPSCurve`, *optional*): Measured round times, written for other engines.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether code that comes with the target may run.
 
     Returns:
         [`Conversion`]
@@ -72,18 +77,20 @@ def convert_draft(
         ValueError: If the draft is broken or ambiguous, the format has no words for it, the target is missing or does
             not fit, or `output` is not empty.
         NotImplementedError: If the draft's format is known but not supported.
+        OSError: If there is no such draft or target.
 
     Example:
         >>> convert_draft("my-draft", "deepspec", "my-draft-vllm", target="Qwen/Qwen3-4B").folder  # doctest: +SKIP
         PosixPath('my-draft-vllm')
     """
-    output = Path(output)
+    draft, output = os.path.expanduser(draft), Path(output).expanduser()
     _check_request(to, output)
+    source = None if target is None else find_target(target, trust_remote_code)
     model = DSparkDraftModel.from_pretrained(draft, dtype="auto", **(stated or {}))
     files = TensorFiles.find(draft, {})
     tensors = {name: files.read(name) for name in model.state_dict()}
-    config = _with_target(model.config, target)
-    fields, extra = _WRITERS[to](_Source(config, model, files, target))
+    config = _with_target(model.config, source)
+    fields, extra = _WRITERS[to](_Source(config, model, files, source))
     output.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
     try:
@@ -138,14 +145,15 @@ def _check_request(to: str, output: Path) -> None:
         raise ValueError(f"`to` must be one of {FORMATS}, got {to!r}.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"`output` must be a new or an empty folder, got {output}. Choose another, or empty it.")
+    check_output_folder(output, "output")
 
 
-def _with_target(config: DSparkConfig, target: str | os.PathLike | None) -> DSparkConfig:
+def _with_target(config: DSparkConfig, target: TargetSource | None) -> DSparkConfig:
     """The configuration with the target's name and depth, where the caller names it."""
     config = copy.deepcopy(config)
     if target is not None:
-        config.target_name_or_path = str(target)
-        config.num_target_layers = AutoConfig.from_pretrained(target).get_text_config(decoder=True).num_hidden_layers
+        config.target_name_or_path = target.name
+        config.num_target_layers = load_target_config(target).get_text_config(decoder=True).num_hidden_layers
     return config
 
 
@@ -156,7 +164,7 @@ class _Source:
     config: DSparkConfig
     model: DSparkDraftModel
     files: TensorFiles
-    target: str | os.PathLike | None
+    target: TargetSource | None
 
 
 def _write_own(source: _Source) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -177,11 +185,11 @@ def _write_deepspec(source: _Source) -> tuple[dict[str, Any], dict[str, torch.Te
             )
         return fields, {name: source.files.read(name) for name in names}
     if is_gemma:
-        text_config = AutoConfig.from_pretrained(source.target).get_text_config(decoder=True)
+        text_config = load_target_config(source.target).get_text_config(decoder=True)
         fields = deepspec_gemma4.from_config(source.config, text_config)
-    loaded = AutoModelForCausalLM.from_pretrained(source.target, dtype="auto")
+    loaded = load_target_model(source.target, merge_adapter=True)
     binding = source.model.bind_target(loaded)
-    weights = [_plain_weight(module, source.target) for module in (binding.embed_tokens, binding.lm_head)]
+    weights = [_plain_weight(module, source.target.name) for module in (binding.embed_tokens, binding.lm_head)]
     return fields, dict(zip(names, weights, strict=True))
 
 
@@ -189,6 +197,11 @@ def _write_speculators(source: _Source) -> tuple[dict[str, Any], dict[str, torch
     config, ids = source.config, source.model.draft_token_ids()
     if config.target_name_or_path is None:
         raise ValueError("The speculators layout names its target, which this draft does not. Give it (`--target`).")
+    if source.target is not None and source.target.is_adapter:
+        raise ValueError(
+            f"The speculators layout names a target that engines load, and {source.target.name} is a PEFT adapter. "
+            "Merge it into its base (`merge_and_unload` and `save_pretrained`), and give the merged model."
+        )
     architectures = [] if source.target is None else list(_bind_empty(source).config.architectures or [])
     fields = speculators.from_config(config, architectures)
     return fields, {} if ids is None else {"t2d": speculators.membership_mask(ids, config.vocab_size)}
@@ -200,13 +213,12 @@ _WRITERS = {"dspark": _write_own, "deepspec": _write_deepspec, "speculators": _w
 
 def _bind_empty(source: _Source) -> PreTrainedModel:
     """Check that the target fits, from its config alone."""
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source.target))
+    empty = empty_target(source.target)
     source.model.bind_target(empty)
     return empty
 
 
-def _plain_weight(module: torch.nn.Module, target: str | os.PathLike) -> torch.Tensor:
+def _plain_weight(module: torch.nn.Module, target: str) -> torch.Tensor:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
         raise ValueError(

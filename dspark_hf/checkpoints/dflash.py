@@ -8,11 +8,16 @@ stored.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
+
+from transformers.utils import logging
 
 from ..configuration_dspark import DSparkConfig
 from .fields import ConfigFile, layer_stack_fields
 
+
+logger = logging.get_logger("transformers.dspark_hf.checkpoints.dflash")
 
 _PARTS = ("dflash_config", "dflash_architecture_config")
 # Marks of drafts with parts that this package does not have.
@@ -42,7 +47,7 @@ def to_config(file: ConfigFile) -> DSparkConfig:
 
     Raises:
         ValueError: If a field is missing or contradicts another; among them `sample_from_anchor` where there are
-            heads.
+            heads, and `target_layer_ids` where there are heads or no `num_target_layers`.
         NotImplementedError: If the draft has parts that this package does not run.
     """
     file = _flattened(file)
@@ -63,8 +68,30 @@ def to_config(file: ConfigFile) -> DSparkConfig:
         **fields,
         **file.kept_fields(),
         **{name: file.require(name) for name in ("block_size", "mask_token_id")},
-        target_layer_ids=file.require_layer_ids(),
+        target_layer_ids=_with_spread_layer_ids(file).require_layer_ids(),
     )
+
+
+def _with_spread_layer_ids(file: ConfigFile) -> ConfigFile:
+    """Where a draft without heads names no layers, z-lab's own code reads one for each draft layer, spread evenly."""
+    num_target_layers, num_layers = file.fields.get("num_target_layers"), file.require("num_hidden_layers")
+    if _has_heads(file) or file.get("target_layer_ids") is not None or type(num_target_layers) is not int:
+        return file
+    ids = _spread(num_target_layers, num_layers)
+    logger.warning(
+        f"The draft config of {file.source} has no `target_layer_ids`, and z-lab's formula for {num_layers} draft and "
+        f"{num_target_layers} target layers gives {ids}. If drafts are hardly accepted, pass `target_layer_ids=...` "
+        "to `from_pretrained`, or set them in config.json, as the draft was trained."
+    )
+    return replace(file, fields=file.fields | {"target_layer_ids": ids})
+
+
+def _spread(num_target_layers: int, num_layers: int) -> list[int]:
+    """From the second layer to the third last, halves rounded to even; a single draft layer reads the middle one."""
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    span = num_target_layers - 4
+    return [round(1 + i * span / (num_layers - 1)) for i in range(num_layers)]
 
 
 def _flattened(file: ConfigFile) -> ConfigFile:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import PreTrainedConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from ..model_sources import find_file, find_source, read_config_fields
 
 
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -43,10 +44,13 @@ def read_config_file(name_or_path: str | os.PathLike, load_arguments: dict[str, 
 
     Raises:
         OSError: If there is none.
+        ValueError: If it holds no object.
     """
-    config, _ = PreTrainedConfig.get_config_dict(name_or_path, **hub_arguments(load_arguments))
+    source = find_source(name_or_path, load_arguments.get("subfolder") or "")
+    config = read_config_fields(source, hub_arguments(load_arguments))
     if not config:
-        raise OSError(f"{name_or_path} has no config.json. Pass the Hub id or the folder of a draft.")
+        what = "is a PEFT adapter" if find_file(source, ADAPTER_CONFIG_NAME) else "has no config.json"
+        raise OSError(f"{name_or_path} {what}. Pass the Hub id or the folder of a draft.")
     return config
 
 

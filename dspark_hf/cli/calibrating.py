@@ -15,8 +15,10 @@ from rich.table import Table
 from ..calibrate_job import calibrate, check_can_save, num_calibration_answers, save_calibration
 from ..calibration import CalibrationReport
 from ..figure_files import check_can_plot
+from ..path_checks import check_output_file, check_output_folder
 from ..prompts import read_prompts
 from ..reliability_plot import save_reliability_plot
+from .loading import check_prompting, load_pair, prompting_tokenizer
 from .options import (
     Device,
     Draft,
@@ -26,12 +28,13 @@ from .options import (
     Seed,
     Target,
     Temperature,
+    Thinking,
     TopP,
+    TrustRemoteCode,
     choose_prompts,
     console,
     errors,
     errors_in_words,
-    load_pair,
     progress_bar,
     sampling_arguments,
 )
@@ -55,6 +58,7 @@ def calibrate_command(
     draft: Draft = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     max_new_tokens: MaxNewTokens = 96,
     num_answers: Annotated[
         int, typer.Option("--num-answers", "--num_answers", min=1, help="Answers per prompt, when sampling.")
@@ -63,17 +67,23 @@ def calibrate_command(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     raw: Raw = False,
+    enable_thinking: Thinking = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Make a draft's confidences mean what they say, and keep that in its config."""
     with errors_in_words():
-        chosen = choose_prompts(None, prompts)
+        check_prompting(raw, enable_thinking)
+        chosen, sampling = choose_prompts(None, prompts), sampling_arguments(temperature, top_p)
         check = read_prompts(check_prompts) if check_prompts is not None else None
         total = num_calibration_answers(chosen, check, num_answers)
         if plot is not None:
             check_can_plot(plot, "reliability diagram")
+            check_output_file(plot, "--plot")
+        if output is not None:
+            check_output_folder(output, "--output")
         with errors.status("Loading the models..."):
-            model, draft_model, tokenizer = load_pair(target, draft, dtype, device)
+            model, draft_model, tokenizer = load_pair(target, draft, dtype, device, trust_remote_code)
+        tokenizer = prompting_tokenizer(tokenizer, draft_model, enable_thinking, raw)
         saves = output is not None or draft is not None  # the default draft belongs to the package
         if saves:
             check_can_save(draft_model, output)
@@ -89,7 +99,7 @@ def calibrate_command(
                 max_new_tokens=max_new_tokens,
                 num_answers=num_answers,
                 raw=raw,
-                generate_arguments=sampling_arguments(temperature, top_p),
+                generate_arguments=sampling,
                 prompts_name=prompts.name if prompts is not None else "built-in",
                 on_progress=lambda: progress.advance(task),
             )

@@ -13,20 +13,12 @@ from rich.console import Console
 from ..checkpoints.convert import parse_stated
 from ..default_pair import default_draft_path
 from ..doctor import FAULT, Diagnosis, Finding, diagnose
+from ..model_sources import find_source
 from ..modeling_dspark import DSparkDraftModel
 from ..prompts import read_prompts
-from .options import (
-    Device,
-    Dtype,
-    MaxNewTokens,
-    Raw,
-    choose_device,
-    console,
-    errors,
-    errors_in_words,
-    load_target,
-    parse_dtype,
-)
+from ..thinking import check_thinking
+from .loading import check_prompting, load_draft, load_target
+from .options import Device, Dtype, MaxNewTokens, Raw, TrustRemoteCode, console, errors, errors_in_words
 
 
 def doctor_command(
@@ -39,6 +31,7 @@ def doctor_command(
     ] = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     max_new_tokens: MaxNewTokens = 48,
     enable_thinking: Annotated[
         bool | None,
@@ -64,9 +57,11 @@ def doctor_command(
     with errors_in_words(), status.status("Loading the models...") as spinner:
         if target is not None and draft is None:
             raise ValueError("A draft fits one target only: name the draft after the target.")
+        check_prompting(raw, enable_thinking)
         chosen = read_prompts(prompts) if prompts is not None else None
-        model, tokenizer = load_target(target, dtype, device)
-        draft_name = draft if draft is not None else str(default_draft_path())
+        draft_name = find_source(draft) if draft is not None else str(default_draft_path())
+        model, tokenizer = load_target(target, dtype, device, trust_remote_code)
+        check_thinking(tokenizer, enable_thinking)
         loaded = _load_draft(draft_name, stated or [], dtype, device)
         if isinstance(loaded, Finding):
             diagnosis = Diagnosis(model.config.name_or_path, draft_name, (loaded,))
@@ -116,7 +111,7 @@ def _load_draft(name: str, stated: list[str], dtype: str, device: str | None) ->
     """The draft; or what is wrong with a checkpoint that is there and cannot be loaded."""
     fields = parse_stated(stated)
     try:
-        draft = DSparkDraftModel.from_pretrained(name, dtype=parse_dtype(dtype), **fields)
+        return load_draft(name, dtype, device, **fields)
     except (ValueError, NotImplementedError) as error:
         return Finding(
             "draft_not_loadable",
@@ -124,4 +119,3 @@ def _load_draft(name: str, stated: list[str], dtype: str, device: str | None) ->
             str(error),
             "Mend the checkpoint as the message says. What its config leaves open is given with `--set NAME=VALUE`.",
         )
-    return draft.to(choose_device(device)).eval()

@@ -9,17 +9,21 @@ from typing import Annotated
 import transformers
 import typer
 
+from ..model_sources import find_source
+from ..path_checks import check_input_file, check_output_file, check_output_folder
 from ..prepare_job import PrepareJob
 from ..row_generation import SamplingSettings
+from ..thinking import check_thinking
+from .loading import load_target
 from .options import (
     Device,
     Dtype,
     MaxNewTokens,
     Target,
+    TrustRemoteCode,
     console,
     errors,
     errors_in_words,
-    load_target,
     progress_bar,
 )
 
@@ -56,6 +60,7 @@ def prepare(
     target: Target = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     server: Annotated[
         str | None, typer.Option("--server", help="Base URL of an OpenAI-compatible server that runs the target.")
     ] = None,
@@ -84,6 +89,11 @@ def prepare(
 ) -> None:
     """Let the target answer prompts: the data to train its draft on."""
     with errors_in_words():
+        for path in prompts or ():
+            check_input_file(path, "--prompts")
+        check_output_file(output, "--output")
+        if server is not None and not server.startswith(("http://", "https://")):
+            raise ValueError(f"`--server` must begin with http:// or https://, got {server!r}.")
         chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         if server is None:
             chosen = {name: value for name, value in chosen.items() if value is not None}
@@ -106,7 +116,9 @@ def prepare(
                     raise ValueError("`--server` needs `--target`: the name of the target at the server.")
                 added = job.run_at_server(server, target, concurrency, progress, api_key, ask_refused)
             else:
-                added = job.run_here(*load_target(target, dtype, device), progress)
+                model, tokenizer = load_target(target, dtype, device, trust_remote_code)
+                check_thinking(tokenizer, enable_thinking)
+                added = job.run_here(model, tokenizer, progress)
     console.print(f"{added} rows added to {output}.", markup=False)
 
 
@@ -115,6 +127,7 @@ def train(
     target: Target = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train a draft on answered conversations; run it again to go on after an interruption."""
     # The Trainer takes seconds to import.
@@ -122,9 +135,30 @@ def train(
     from ..training import DSparkTrainingArguments
 
     with errors_in_words(), own_process_group():
-        parser = transformers.HfArgumentParser((DataArguments, DraftArguments, DSparkTrainingArguments))
-        data_arguments, draft_arguments, arguments = parser.parse_args_into_dataclasses(context.args)
-        model, tokenizer = load_target(target, dtype, device or str(arguments.device))
+        parser = transformers.HfArgumentParser(
+            (DataArguments, DraftArguments, DSparkTrainingArguments),
+            prog="dspark-hf train",
+            usage="dspark-hf train --data FILE [FILE ...] --output_dir FOLDER [options]",  # its own has pages
+        )
+        data_arguments, draft_arguments, arguments, unknown = parser.parse_args_into_dataclasses(
+            context.args, return_remaining_strings=True
+        )
+        if unknown:
+            raise ValueError(
+                f"`dspark-hf train` has no {' '.join(unknown)}. Its options are those of docs/training.md and of "
+                "transformers' TrainingArguments."
+            )
+        for path in data_arguments.data:
+            check_input_file(path, "--data")
+        check_output_folder(arguments.output_dir, "--output_dir")
+        if data_arguments.feature_cache is not None:
+            check_output_folder(data_arguments.feature_cache, "--feature_cache")
+        if draft_arguments.init_from is not None:
+            draft_arguments.init_from = find_source(draft_arguments.init_from)
+        model, tokenizer = load_target(
+            target, dtype, str(arguments.device) if device is None else device, trust_remote_code
+        )
+        check_thinking(tokenizer, data_arguments.enable_thinking)
         _, figures = train_draft(model, tokenizer, data_arguments, draft_arguments, arguments)
     if arguments.process_index == 0:
         errors.print(f"The draft is in {arguments.output_dir}.", markup=False, highlight=False, soft_wrap=True)

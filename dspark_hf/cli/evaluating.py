@@ -28,6 +28,10 @@ from ..evaluation.report import check_can_report, write_report, write_tensorboar
 from ..evaluation.running import Settings, evaluate, num_answers, settings_for, warm_up
 from ..evaluation.summary import Evaluation, interval_text, summarize_runs
 from ..evaluation.tasks import BUILTIN, TaskData, load_tasks
+from ..model_sources import find_source
+from ..path_checks import check_output_folder
+from ..thinking import check_thinking
+from .loading import check_prompting, load_target
 from .options import (
     Device,
     Dtype,
@@ -36,11 +40,12 @@ from .options import (
     Seed,
     Target,
     TopP,
+    TrustRemoteCode,
     console,
     errors,
     errors_in_words,
-    load_target,
     progress_bar,
+    sampling_arguments,
 )
 
 
@@ -76,6 +81,7 @@ def eval_command(
     ] = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     limit: Annotated[
         int, typer.Option("--limit", min=0, help="Questions of each task, spread over it; 0 for all.")
     ] = 20,
@@ -99,12 +105,20 @@ def eval_command(
     try:
         with errors_in_words():
             check_can_report(tensorboard)
+            check_prompting(raw, enable_thinking)
+            check_output_folder(output, "--output")
+            if tensorboard is not None:
+                check_output_folder(tensorboard, "--tensorboard")
             chosen = _parse_temperatures(temperatures)
             wanted = _drafters(target, draft or [], drafter or [])
+            for row in wanted:
+                if row.path is not None:
+                    find_source(row.path)
             data = load_tasks(tasks or [BUILTIN], limit or None)
             with errors.status("Loading the models..."):
-                model, tokenizer = load_target(target, dtype, device)
-                loaded = load_drafters(wanted, model, tokenizer)
+                model, tokenizer = load_target(target, dtype, device, trust_remote_code)
+                loaded = load_drafters(wanted, model, tokenizer, trust_remote_code)
+            check_thinking(tokenizer, enable_thinking)
             settings = settings_for(
                 model, tokenizer, data, loaded, chosen, top_p, max_new_tokens, seed, raw, enable_thinking
             )
@@ -138,9 +152,12 @@ def _drafters(target: str | None, drafts: list[str], drafters: list[str]) -> lis
 
 def _parse_temperatures(text: str) -> list[float]:
     try:
-        return [float(part) for part in text.split(",")]
+        found = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise ValueError(f"`--temperatures` must be numbers with commas between them, got {text!r}.") from error
+    for temperature in found:
+        sampling_arguments(temperature)
+    return found
 
 
 def _run(

@@ -19,6 +19,7 @@ from ..comparison import ComparisonSummary, PromptComparison, compare, encode_pr
 from ..json_values import json_values
 from ..metrics import collect_rounds
 from ..versions import library_versions
+from .loading import check_prompting, load_pair, prompting_tokenizer
 from .options import (
     Device,
     Draft,
@@ -30,13 +31,15 @@ from .options import (
     Seed,
     Target,
     Temperature,
+    Thinking,
     Threshold,
     TopP,
+    TrustRemoteCode,
+    check_prompt,
     choose_prompts,
     console,
     errors,
     errors_in_words,
-    load_pair,
     progress_bar,
     sampling_arguments,
     set_knobs,
@@ -55,6 +58,7 @@ def compare_command(
     draft: Draft = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     max_new_tokens: MaxNewTokens = 96,
     num_assistant_tokens: NumAssistantTokens = None,
     assistant_confidence_threshold: Threshold = None,
@@ -63,15 +67,18 @@ def compare_command(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     raw: Raw = False,
+    enable_thinking: Thinking = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs per prompt; medians are reported.")] = 1,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Plain generation against DSpark: speed, accepted length, and whether the texts are the same."""
     with errors_in_words():
-        chosen = choose_prompts(text, prompts)
+        check_prompting(raw, enable_thinking)
+        chosen, sampling = choose_prompts(text, prompts), sampling_arguments(temperature, top_p)
         status = errors if json_output else console
         with status.status("Loading the models (the default target is fetched and converted once)..."):
-            model, draft_model, tokenizer = load_pair(target, draft, dtype, device)
+            model, draft_model, tokenizer = load_pair(target, draft, dtype, device, trust_remote_code)
+        tokenizer = prompting_tokenizer(tokenizer, draft_model, enable_thinking, raw)
         set_knobs(draft_model, num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
         torch.manual_seed(seed)
         with progress_bar() as progress:
@@ -84,7 +91,7 @@ def compare_command(
                 max_new_tokens=max_new_tokens,
                 repeats=repeats,
                 raw=raw,
-                generate_arguments=sampling_arguments(temperature, top_p),
+                generate_arguments=sampling,
                 on_progress=lambda: progress.advance(task),
             )
     if json_output:
@@ -100,6 +107,7 @@ def generate_command(
     draft: Draft = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     max_new_tokens: MaxNewTokens = 256,
     num_assistant_tokens: NumAssistantTokens = None,
     assistant_confidence_threshold: Threshold = None,
@@ -108,13 +116,21 @@ def generate_command(
     top_p: TopP = 1.0,
     seed: Seed = 0,
     raw: Raw = False,
+    enable_thinking: Thinking = None,
     plain: Annotated[bool, typer.Option("--plain", help="Do not use the draft.")] = False,
 ) -> None:
     """Stream one answer to the terminal; the figures go to standard error."""
     with errors_in_words():
+        check_prompting(raw, enable_thinking)
+        check_prompt(text)
+        sampling = sampling_arguments(temperature, top_p)
+        knobs = (num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
+        if plain and any(knob is not None for knob in knobs):
+            raise ValueError("`--plain` does without the draft, so its knobs mean nothing, got both. Leave out one.")
         with errors.status("Loading the models..."):
-            model, draft_model, tokenizer = load_pair(target, draft, dtype, device)
-        set_knobs(draft_model, num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
+            model, draft_model, tokenizer = load_pair(target, draft, dtype, device, trust_remote_code)
+        tokenizer = prompting_tokenizer(tokenizer, draft_model, enable_thinking, raw)
+        set_knobs(draft_model, *knobs)
         torch.manual_seed(seed)
         inputs = {name: value.to(model.device) for name, value in encode_prompt(tokenizer, text, raw).items()}
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -123,7 +139,7 @@ def generate_command(
             model.generate(
                 **inputs,
                 **assistant,
-                **sampling_arguments(temperature, top_p),
+                **sampling,
                 max_new_tokens=max_new_tokens,
                 streamer=streamer,
             )

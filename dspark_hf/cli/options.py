@@ -4,19 +4,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
-import transformers
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..default_pair import ensure_default_target, load_default_pair
 from ..modeling_dspark import DSparkDraftModel
 from ..prompts import BUILTIN_PROMPTS, Prompt, read_prompts
 
@@ -59,7 +56,20 @@ Schedule = Annotated[
 ]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 decodes greedily.")]
 TopP = Annotated[float, typer.Option("--top-p", "--top_p", min=0.0, max=1.0, help="Nucleus, when sampling.")]
-Seed = Annotated[int, typer.Option("--seed", help="Random seed, when sampling.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed, when sampling.")]
+Thinking = Annotated[
+    bool | None,
+    typer.Option(
+        "--enable-thinking/--no-thinking",
+        help="The chat template's thinking switch. Default: as the draft was trained.",
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", "--trust_remote_code", help="Run code that comes with the target, where it needs some."
+    ),
+]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")]
 
 
@@ -68,43 +78,10 @@ def errors_in_words() -> Iterator[None]:
     """Known errors end the command with their message and exit status 2, without a traceback."""
     try:
         yield
-    except (ValueError, TypeError, OSError, NotImplementedError, RuntimeError, MemoryError) as error:
+    except (ValueError, TypeError, OSError, NotImplementedError, RuntimeError, MemoryError, ImportError) as error:
         # As it is: a message may hold brackets, which markup would read.
         errors.print(Text.assemble(("Error:", "bold red"), f" {error}"), soft_wrap=True)
         raise typer.Exit(2) from error
-
-
-def load_target(target: str | None, dtype: str, device: str | None) -> tuple:
-    """Target and tokenizer; the default target where none is named."""
-    transformers.logging.disable_progress_bar()
-    name = target if target is not None else ensure_default_target()
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=parse_dtype(dtype))
-    return model.to(choose_device(device)).eval(), tokenizer
-
-
-def parse_dtype(name: str) -> torch.dtype:
-    """The dtype of a name."""
-    if name not in ("bfloat16", "float16", "float32"):
-        raise ValueError(f"`--dtype` must be bfloat16, float16 or float32, got {name!r}.")
-    return getattr(torch, name)
-
-
-def choose_device(name: str | None) -> str:
-    """The device named, or CUDA where there is one."""
-    return name or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def load_pair(target: str | None, draft: str | None, dtype: str, device: str | None) -> tuple:
-    """Target, draft and tokenizer; those of the default pair where none is named."""
-    transformers.logging.disable_progress_bar()
-    if target is not None and draft is None:
-        raise ValueError("A draft fits one target only: `--target` needs `--draft` as well.")
-    if draft is None:
-        return load_default_pair(dtype=parse_dtype(dtype), device=choose_device(device))
-    model, tokenizer = load_target(target, dtype, device)
-    draft_model = DSparkDraftModel.from_pretrained(draft, dtype=parse_dtype(dtype))
-    return model, draft_model.to(choose_device(device)).eval(), tokenizer
 
 
 def set_knobs(draft: DSparkDraftModel, num_tokens: int | None, threshold: float | None, schedule: str | None) -> None:
@@ -119,8 +96,12 @@ def set_knobs(draft: DSparkDraftModel, num_tokens: int | None, threshold: float 
             setattr(draft.generation_config, name, value)
 
 
-def sampling_arguments(temperature: float, top_p: float) -> dict[str, Any]:
+def sampling_arguments(temperature: float, top_p: float = 1.0) -> dict[str, Any]:
     """Arguments of `generate`; temperature 0 is greedy."""
+    if not math.isfinite(temperature) or temperature < 0:
+        raise ValueError(f"A temperature must be a finite number >= 0, got {temperature}.")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"`--top-p` must lie in (0, 1], got {top_p}. 1 keeps every token.")
     if temperature == 0:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
@@ -131,8 +112,15 @@ def choose_prompts(text: list[str] | None, path: Path | None) -> list[Prompt]:
     if text and path is not None:
         raise ValueError("Prompts come from the command line or from `--prompts`, got both. Leave one away.")
     if text:
-        return [Prompt("yours", prompt) for prompt in text]
+        return [Prompt("yours", check_prompt(prompt)) for prompt in text]
     return read_prompts(path) if path is not None else list(BUILTIN_PROMPTS)
+
+
+def check_prompt(text: str) -> str:
+    """Refuse a prompt without words, as prompt files do."""
+    if not text.strip():
+        raise ValueError(f"A prompt must hold some text, got {text!r}.")
+    return text
 
 
 def progress_bar(transient: bool = True) -> Progress:

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 
 from ..checkpoints.convert import convert_draft, parse_stated
 from ..modeling_dspark import DSparkDraftModel
+from ..path_checks import check_input_file, check_output_file
 from ..profiling import RoundTimeProfile, measure_profile, profile_path
-from .options import Device, Draft, Dtype, Target, console, errors, errors_in_words, load_pair, progress_bar
+from .loading import load_pair
+from .options import Device, Draft, Dtype, Target, TrustRemoteCode, console, errors, errors_in_words, progress_bar
 
 
 def profile_command(
@@ -24,6 +26,7 @@ def profile_command(
     draft: Draft = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     context_lengths: Annotated[
         str, typer.Option("--context-lengths", "--context_lengths", help="Tokens of context, with commas: 128,1024.")
     ] = "256",
@@ -40,8 +43,10 @@ def profile_command(
         lengths = _parse_lengths(context_lengths)
         if num_requests & (num_requests - 1):  # `generate` looks for powers of two
             raise ValueError(f"`--num-requests` must be a power of two, got {num_requests}. Take the next larger one.")
+        if output is not None:
+            check_output_file(output, "--output")
         with errors.status("Loading the models..."):
-            model, draft_model, _ = load_pair(target, draft, dtype, device)
+            model, draft_model, _ = load_pair(target, draft, dtype, device, trust_remote_code)
         with progress_bar() as progress:
             task = progress.add_task("Timing rounds", total=(repeats + 1) * len(set(lengths)))
             measured = _measure(model, draft_model, lengths, repeats, lambda: progress.advance(task), num_requests)
@@ -118,12 +123,15 @@ def convert_command(
             "--round-times", "--round_times", help="File of `dspark-hf profile`, for engines that schedule by it."
         ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a draft in the layout that another engine reads."""
     transformers.logging.disable_progress_bar()
     with errors_in_words():
+        if round_times is not None:
+            check_input_file(round_times, "--round-times")
         curve = RoundTimeProfile.load(round_times).curves[0][1] if round_times is not None else None
-        written = convert_draft(draft, to, output, target, parse_stated(stated or []), curve)
+        written = convert_draft(draft, to, output, target, parse_stated(stated or []), curve, trust_remote_code)
     console.print(f"{written.folder}: {to}, every tensor as it was.", markup=False, highlight=False)
     for name in written.lost:
         console.print(f"Not kept by this format: {name}", highlight=False)

@@ -41,10 +41,13 @@ def add_endpoints(session: Session) -> None:
         num_assistant_tokens: int | None = None,
         schedule: str | None = None,
         seed: int = 0,
+        enable_thinking: bool | None = None,
     ) -> dict[str, Any]:
         if max_new_tokens is None:
             max_new_tokens = min(DEFAULT_NEW_TOKENS, session.limits.max_new_tokens)
-        settings = RunSettings(prompt, raw, temperature, top_p, max_new_tokens, num_assistant_tokens, schedule, seed)
+        settings = RunSettings(
+            prompt, raw, temperature, top_p, max_new_tokens, num_assistant_tokens, schedule, seed, enable_thinking
+        )
         try:
             with contextlib.closing(session.compare(settings)) as steps:
                 for progress in steps:
@@ -61,6 +64,7 @@ def add_endpoints(session: Session) -> None:
             "draft": shown_name(session.pair.draft.config.name_or_path),
             "dtype": session.pair.dtype_name,
             "num_draft_slots": session.pair.num_slots,
+            "thinking": session.pair.thinks,
             "limits": dict(vars(session.limits)),
         }
 

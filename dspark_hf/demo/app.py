@@ -79,6 +79,7 @@ def build_demo(
     draft: DSparkDraftModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     limits: Limits | None = None,
+    enable_thinking: bool | None = None,
 ) -> gr.Blocks:
     """Build the app; nothing is served yet, and no state is kept outside of what is returned.
 
@@ -87,6 +88,8 @@ def build_demo(
         draft (`DSparkDraftModel`, *optional*): Its draft.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer.
         limits (`Limits`, *optional*): Bounds of a request and of the queue.
+        enable_thinking (`bool`, *optional*):
+            How the thinking switch stands at first, where the chat template has one; `None` leaves it to the template.
 
     Returns:
         `gradio.Blocks`: the app, for [`serve`].
@@ -97,7 +100,7 @@ def build_demo(
     given = [thing is not None for thing in (target, draft, tokenizer)]
     if any(given) and not all(given):
         raise ValueError("A pair is a target, its draft and the tokenizer, got only part of it. Give all, or none.")
-    pair = Pair(*((target, draft, tokenizer) if all(given) else load_default_pair()))
+    pair = Pair(*((target, draft, tokenizer) if all(given) else load_default_pair()), enable_thinking)
     session = Session(pair, limits)
     with gr.Blocks(title="DSpark demo", analytics_enabled=False) as demo:
         gr.HTML(rendering.header(Path(pair.target.config.name_or_path or "target").name, _facts(pair)))
@@ -174,6 +177,8 @@ def _add_controls(session: Session) -> _Controls:
             with gr.Row():
                 mode = gr.Radio([CHAT, RAW], value=CHAT, label="Prompt is", min_width=140)
                 decoding = gr.Radio([GREEDY, SAMPLING], value=GREEDY, label="Decoding", min_width=140)
+            thinks = session.pair.thinks
+            thinking = gr.Checkbox(bool(thinks), label="Thinking", visible=thinks is not None, elem_id="thinking")
             max_new_tokens = gr.Slider(
                 1,
                 limits.max_new_tokens,
@@ -197,7 +202,7 @@ def _add_controls(session: Session) -> _Controls:
         sampling,
         **AT_ONCE,
     )
-    inputs = [prompt, mode, decoding, temperature, top_p, max_new_tokens, drafts, schedule, seed]
+    inputs = [prompt, mode, decoding, temperature, top_p, max_new_tokens, drafts, schedule, seed, thinking]
     return _Controls(prompt, inputs, run, stop)
 
 
@@ -278,7 +283,7 @@ def _connect(session: Session, controls: _Controls, screen: _Screen) -> None:
     def prepare(run: _Run | None, *values: Any) -> list[Any]:
         if run is not None and not run.over:  # one run per visitor; the keyboard knows no disabled button
             return [gr.skip(), *unchanged]
-        settings = _settings(*values)
+        settings = _settings(*values, has_switch=session.pair.thinks is not None)
         try:
             session.check(settings)
         except ValueError as error:
@@ -341,7 +346,9 @@ def _connect(session: Session, controls: _Controls, screen: _Screen) -> None:
     controls.stop.click(stop, run_state, screen.components, **AT_ONCE)
 
 
-def _settings(prompt, mode, decoding, temperature, top_p, max_new_tokens, drafts, schedule, seed) -> RunSettings:
+def _settings(
+    prompt, mode, decoding, temperature, top_p, max_new_tokens, drafts, schedule, seed, thinking, has_switch
+) -> RunSettings:
     return RunSettings(
         prompt=prompt or "",
         raw=mode == RAW,
@@ -351,6 +358,7 @@ def _settings(prompt, mode, decoding, temperature, top_p, max_new_tokens, drafts
         num_assistant_tokens=int(drafts),
         schedule=None if schedule == OWN_SCHEDULE else schedule,
         seed=seed,
+        enable_thinking=bool(thinking) if has_switch and mode != RAW else None,
     )
 
 

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..comparison import encode_prompt
 from ..metrics import AcceptanceStats, RoundRecord, collect_rounds
 from ..modeling_dspark import DSparkDraftModel
+from ..thinking import has_thinking_switch, thinks_by_default, with_thinking
 from .records import Progress, Side, Token, tokens_of_round
 from .settings import Limits, RunSettings
 
@@ -37,11 +38,14 @@ class Pair:
         target (`PreTrainedModel`): The model that generates.
         draft (`DSparkDraftModel`): Its draft.
         tokenizer (`PreTrainedTokenizerBase`): The target's.
+        enable_thinking (`bool`, *optional*):
+            The chat template's thinking switch where a visitor does not set it; `None` leaves it to the template.
     """
 
     target: PreTrainedModel
     draft: DSparkDraftModel
     tokenizer: PreTrainedTokenizerBase
+    enable_thinking: bool | None = None
 
     @property
     def num_slots(self) -> int:
@@ -52,6 +56,13 @@ class Pair:
     def dtype_name(self) -> str:
         """`str`: `"bfloat16"` and the like."""
         return str(self.target.dtype).removeprefix("torch.")
+
+    @property
+    def thinks(self) -> bool | None:
+        """`bool` or `None`: Whether visitors who set nothing get thinking; `None` without a switch in the template."""
+        if not has_thinking_switch(self.tokenizer):
+            return None
+        return thinks_by_default(self.tokenizer) if self.enable_thinking is None else self.enable_thinking
 
 
 class Session:
@@ -82,7 +93,7 @@ class Session:
             ValueError: With a sentence for the visitor.
         """
         settings.check(self.limits, self.pair.num_slots)
-        inputs = encode_prompt(self.pair.tokenizer, settings.prompt, settings.raw)
+        inputs = encode_prompt(self._tokenizer(settings), settings.prompt, settings.raw)
         positions = getattr(self.pair.target.config.get_text_config(), "max_position_embeddings", None)
         most = self.limits.max_prompt_tokens
         if positions is not None:
@@ -94,6 +105,17 @@ class Session:
                 "shorten it."
             )
         return {name: value.to(self.pair.target.device) for name, value in inputs.items()}
+
+    def _tokenizer(self, settings: RunSettings) -> PreTrainedTokenizerBase:
+        """With the thinking switch as the visitor sets it, else as the demo was started."""
+        asked = settings.enable_thinking
+        if asked is None:
+            return with_thinking(self.pair.tokenizer, self.pair.enable_thinking)
+        if settings.raw:
+            raise ValueError("Raw text goes without the chat template, so thinking cannot be switched. Leave it out.")
+        if self.pair.thinks is None:
+            raise ValueError("The chat template of this target has no thinking switch. Leave it out.")
+        return with_thinking(self.pair.tokenizer, asked)
 
     def compare(self, settings: RunSettings, stop: threading.Event | None = None) -> Iterator[Progress]:
         """Generate without and then with the draft.

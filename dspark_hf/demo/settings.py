@@ -46,6 +46,7 @@ class RunSettings:
         num_assistant_tokens (`int`, *optional*): Most drafts per round; the whole block where not given.
         schedule (`str`, *optional*): Which of them are sent; the draft's own setting where not given.
         seed (`int`, *optional*, defaults to 0): Random seed of both sides.
+        enable_thinking (`bool`, *optional*): The chat template's thinking switch; the demo's own setting without it.
     """
 
     prompt: str
@@ -56,6 +57,7 @@ class RunSettings:
     num_assistant_tokens: int | None = None
     schedule: str | None = None
     seed: int = 0
+    enable_thinking: bool | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -88,6 +90,8 @@ class RunSettings:
         if self.schedule is not None and self.schedule not in SCHEDULES:
             raise ValueError(f"The schedule must be one of {', '.join(SCHEDULES)}, got {self.schedule!r}.")
         _check_whole("The seed", self.seed, 0, 2**31 - 1)
+        if self.enable_thinking not in (None, True, False):
+            raise ValueError(f"Thinking must be true or false, got {self.enable_thinking!r}.")
 
     def _check_prompt(self, limits: Limits) -> None:
         if not isinstance(self.prompt, str) or not self.prompt.strip():

@@ -12,7 +12,8 @@ from ..comparison import encode_prompt
 from ..configuration_dspark import DSparkConfig
 from ..prepare import template_hash
 from ..stopping_criteria import resolve_options
-from .findings import ADVICE, FAULT, Finding, Pair, with_thinking
+from ..thinking import with_thinking
+from .findings import ADVICE, FAULT, Finding, Pair
 
 
 # Words that a name gets when a model is stored in another precision or format.

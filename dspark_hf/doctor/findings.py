@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration_dspark import DSparkConfig
 from ..modeling_dspark import DSparkDraftModel
+from ..thinking import with_thinking
 
 
 FAULT, ADVICE = "fault", "advice"
@@ -69,33 +69,3 @@ class Pair:
     def prompting_tokenizer(self) -> PreTrainedTokenizerBase:
         """`PreTrainedTokenizerBase`: The target's, with the thinking switch set as the pair is prompted."""
         return with_thinking(self.tokenizer, self.enable_thinking)
-
-
-def with_thinking(tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None) -> PreTrainedTokenizerBase:
-    """A tokenizer whose chat template has its thinking switch set.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Any; it is not changed.
-        enable_thinking (`bool`, *optional*): The switch; `None` leaves it to the template.
-
-    Returns:
-        `PreTrainedTokenizerBase`: a copy, or the tokenizer itself where there is nothing to set.
-    """
-    if enable_thinking is None or not tokenizer.chat_template:
-        return tokenizer
-    switched = copy.copy(tokenizer)
-    word = "true" if enable_thinking else "false"
-    switched.chat_template = "{%- set enable_thinking = " + word + " -%}" + tokenizer.get_chat_template()
-    return switched
-
-
-def has_thinking_switch(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template reads a thinking switch.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-
-    Returns:
-        `bool`
-    """
-    return bool(tokenizer.chat_template) and "enable_thinking" in tokenizer.get_chat_template()

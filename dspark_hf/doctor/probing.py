@@ -14,8 +14,9 @@ from ..calibrate_job import collect_full_blocks
 from ..metrics import AcceptanceStats, RoundRecord
 from ..modeling_dspark import DSparkDraftModel
 from ..prompts import Prompt
+from ..thinking import has_thinking_switch, with_thinking
 from .config_checks import expected_config
-from .findings import ADVICE, FAULT, Finding, Pair, has_thinking_switch, with_thinking
+from .findings import ADVICE, FAULT, Finding, Pair
 
 
 # Tokens per round below which the pair gains nothing, and below which alternatives are tried unasked.

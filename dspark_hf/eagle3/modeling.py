@@ -277,6 +277,7 @@ class Eagle3DraftModel(PreTrainedModel):
                 the config, or the config leaves a field open or contradicts an argument.
             NotImplementedError: If the format is known but cannot be used here; the message says what serves it.
         """
+        pretrained_model_name_or_path = os.path.expanduser(pretrained_model_name_or_path)
         stated = {name: kwargs.pop(name) for name in ("target_layer_ids",) if name in kwargs}
         if not isinstance(config, Eagle3Config):
             config = read_config(pretrained_model_name_or_path, kwargs, stated)

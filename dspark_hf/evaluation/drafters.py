@@ -11,20 +11,14 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModel, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..default_pair import default_draft_path
 from ..eagle3 import Eagle3DraftModel
+from ..model_sources import find_source, read_config_fields
 from ..modeling_dspark import DSparkDraftModel
 from ..stopping_criteria import resolve_options
+from ..target_loading import find_target, load_target_model, load_target_tokenizer
 
 
 PLAIN, PROMPT_LOOKUP, ASSISTANT, MTP, DFLASH, DRAFT = "plain", "prompt-lookup", "assistant", "mtp", "dflash", "draft"
@@ -49,7 +43,6 @@ KNOBS: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
 }
 # What transformers raises for a pair that does not fit is not of one type.
 UNFIT = (ValueError, NotImplementedError, RuntimeError, TypeError, AttributeError, KeyError, IndexError)
-Models = dict[tuple[str, str | None], PreTrainedModel]  # what is loaded already, by kind and path
 
 
 @dataclass(frozen=True)
@@ -187,7 +180,10 @@ def check_names(drafters: Sequence[Drafter]) -> list[Drafter]:
 
 
 def load_drafters(
-    drafters: Sequence[Drafter], target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    drafters: Sequence[Drafter],
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    trust_remote_code: bool = False,
 ) -> list[LoadedDrafter]:
     """Load what drafts. One that does not apply to the target is kept, with the reason.
 
@@ -195,6 +191,7 @@ def load_drafters(
         drafters (`Sequence[Drafter]`): Drafters; a model that several name is loaded once.
         target (`PreTrainedModel`): The target.
         tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether code that comes with a model may run.
 
     Returns:
         `list[LoadedDrafter]`, in the same order.
@@ -202,11 +199,11 @@ def load_drafters(
     Raises:
         OSError: If a model cannot be found.
     """
-    models: Models = {}
+    loading = _Loading(target, tokenizer, trust_remote_code)
     loaded = []
     for drafter in drafters:
         try:
-            loaded.append(_LOADERS[drafter.kind](drafter, target, tokenizer, models))
+            loaded.append(_LOADERS[drafter.kind](drafter, loading))
         except OSError:  # a wrong path is no property of the pair
             raise
         except UNFIT as error:
@@ -229,27 +226,34 @@ def load_own_draft(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
         ValueError: If the checkpoint cannot be read.
         OSError: If there is none.
     """
-    config, _ = PreTrainedConfig.get_config_dict(path)
+    source = find_source(path)
+    config = read_config_fields(source)
     words = [config.get("model_type"), config.get("speculators_model_type"), *(config.get("architectures") or ())]
     is_eagle3 = any("eagle3" in str(word).lower() for word in words)
     draft_class = Eagle3DraftModel if is_eagle3 else DSparkDraftModel
-    return draft_class.from_pretrained(path, dtype=dtype).eval()
+    return draft_class.from_pretrained(source, dtype=dtype).eval()
 
 
-def _load_plain(
-    drafter: Drafter, _target: PreTrainedModel, _tokenizer: PreTrainedTokenizerBase, _models: Models
-) -> LoadedDrafter:
+@dataclass(frozen=True)
+class _Loading:
+    """What the loaders of one evaluation share, and what they have loaded already, by kind and path."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    trust_remote_code: bool
+    models: dict[tuple[str, str | None], PreTrainedModel] = field(default_factory=dict)
+
+
+def _load_plain(drafter: Drafter, _loading: _Loading) -> LoadedDrafter:
     return LoadedDrafter(drafter)
 
 
-def _load_draft(
-    drafter: Drafter, target: PreTrainedModel, _tokenizer: PreTrainedTokenizerBase, models: Models
-) -> LoadedDrafter:
-    key = (DRAFT, drafter.path)
-    if key not in models:
+def _load_draft(drafter: Drafter, loading: _Loading) -> LoadedDrafter:
+    target, key = loading.target, (DRAFT, drafter.path)
+    if key not in loading.models:
         path = drafter.path if drafter.path is not None else default_draft_path()
-        models[key] = load_own_draft(path, target.dtype).to(target.device)
-    draft = models[key]
+        loading.models[key] = load_own_draft(path, target.dtype).to(target.device)
+    draft = loading.models[key]
     draft.bind_target(target)  # raises where the two do not fit
     knobs, num_slots, sends_every_slot = _knobs(draft, drafter), None, False
     if isinstance(draft, DSparkDraftModel):
@@ -261,30 +265,25 @@ def _load_draft(
     )
 
 
-def _load_lookup(
-    drafter: Drafter, _target: PreTrainedModel, _tokenizer: PreTrainedTokenizerBase, _models: Models
-) -> LoadedDrafter:
+def _load_lookup(drafter: Drafter, _loading: _Loading) -> LoadedDrafter:
     return LoadedDrafter(drafter, {"prompt_lookup_num_tokens": LOOKUP_TOKENS} | dict(drafter.knobs))
 
 
-def _load_assistant(
-    drafter: Drafter, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, models: Models
-) -> LoadedDrafter:
-    key = (ASSISTANT, drafter.path)
-    if key not in models:
-        model = AutoModelForCausalLM.from_pretrained(drafter.path, dtype=target.dtype)
-        models[key] = model.to(target.device).eval()
-    assistant = models[key]
+def _load_assistant(drafter: Drafter, loading: _Loading) -> LoadedDrafter:
+    target, key = loading.target, (ASSISTANT, drafter.path)
+    source = find_target(drafter.path, loading.trust_remote_code)
+    if key not in loading.models:
+        loading.models[key] = load_target_model(source, target.dtype).to(target.device)
+    assistant = loading.models[key]
     arguments: dict[str, Any] = {"assistant_model": assistant}
     sizes = [model.config.get_text_config().vocab_size for model in (target, assistant)]
     if sizes[0] != sizes[1]:
-        arguments |= {"tokenizer": tokenizer, "assistant_tokenizer": AutoTokenizer.from_pretrained(drafter.path)}
+        arguments |= {"tokenizer": loading.tokenizer, "assistant_tokenizer": load_target_tokenizer(source)}
     return LoadedDrafter(drafter, arguments, assistant, _knobs(assistant, drafter))
 
 
-def _load_mtp(
-    drafter: Drafter, target: PreTrainedModel, _tokenizer: PreTrainedTokenizerBase, _models: Models
-) -> LoadedDrafter:
+def _load_mtp(drafter: Drafter, loading: _Loading) -> LoadedDrafter:
+    target = loading.target
     _require_generation_option("use_mtp")
     if not getattr(target.config.get_text_config(), "num_mtp_layers", None):
         raise ValueError(
@@ -294,14 +293,13 @@ def _load_mtp(
     return LoadedDrafter(drafter, {"use_mtp": True}, note=note)
 
 
-def _load_dflash(
-    drafter: Drafter, target: PreTrainedModel, _tokenizer: PreTrainedTokenizerBase, models: Models
-) -> LoadedDrafter:
+def _load_dflash(drafter: Drafter, loading: _Loading) -> LoadedDrafter:
     _require_generation_option("speculation_type")
-    key = (DFLASH, drafter.path)
-    if key not in models:
-        models[key] = AutoModel.from_pretrained(drafter.path, dtype=target.dtype).to(target.device).eval()
-    assistant = models[key]
+    target, key = loading.target, (DFLASH, drafter.path)
+    if key not in loading.models:
+        source = find_source(drafter.path)
+        loading.models[key] = AutoModel.from_pretrained(source, dtype=target.dtype).to(target.device).eval()
+    assistant = loading.models[key]
     needed = ("target_layer_ids", "block_size", "mask_token_id")
     if isinstance(assistant, DSparkDraftModel) or not all(hasattr(assistant.config, name) for name in needed):
         raise ValueError(

@@ -23,6 +23,10 @@ IMAGE, START, END = 90, 92, 93
 
 @pytest.fixture(scope="module")
 def target():
+    return image_text_target()
+
+
+def image_text_target():
     torch.manual_seed(0)
     text = {
         "vocab_size": 97,

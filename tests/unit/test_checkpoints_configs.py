@@ -16,6 +16,7 @@ from dspark_hf import DSparkConfig, DSparkDraftModel
 from dspark_hf.checkpoints import OPEN_FIELDS, convert_config
 from tests.closeness import assert_close, assert_differs
 from tests.helpers import random_draft, tiny_config
+from tests.integration.support import captured_log
 
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -138,7 +139,16 @@ MALFORMED = [
     ("speculators", {"sliding_window_non_causal": 1}, "`sliding_window_non_causal` must be true or false, got 1"),
     ("zlab", {"dflash_config": 5}, "`dflash_config` must be a dictionary, got 5"),
     ("zlab", {"dflash_config.mask_token_id": None}, "must set `mask_token_id`, but it is missing"),
-    ("zlab", {"dflash_config.target_layer_ids": None}, "must set `target_layer_ids`, but it is missing"),
+    (
+        "zlab",
+        {"dflash_config.target_layer_ids": None, "num_target_layers": None},
+        "must set `target_layer_ids`, but it is missing",
+    ),
+    (
+        "zlab",
+        {"dflash_config.target_layer_ids": None, "num_target_layers": 4},
+        "`target_layer_ids` must ascend without repeating a layer, got [1, 1]",
+    ),
     ("zlab", {"block_size": None}, "must set `block_size`, but it is missing"),
     ("zlab", {"block_size": 1}, "`block_size` must be >= 2 with `sample_from_anchor=False`, got 1"),
     (
@@ -306,6 +316,58 @@ def test_fields_may_lie_inside_or_be_lifted(key):
 def test_other_name_of_the_confidence_head():
     fields = specforge({"sample_from_anchor": True, "enable_confidence_head": None, "use_confidence_head": False})
     assert convert_config(fields, "x").enable_confidence_head is False
+
+
+# Depths of the target and of the draft, and 1 + i * (n - 4) / (m - 1) worked out by hand.
+SPREAD = {
+    (36, 5): [1, 9, 17, 25, 33],  # steps of 8
+    (40, 5): [1, 10, 19, 28, 37],  # of 9
+    (9, 3): [1, 4, 6],  # 3.5 is rounded up, to the even number
+    (7, 3): [1, 2, 4],  # 2.5 is rounded down
+    (48, 8): [1, 7, 14, 20, 26, 32, 39, 45],  # of 44 / 7
+    (64, 2): [1, 61],
+    (36, 1): [18],
+    (7, 1): [3],
+}
+
+
+@pytest.mark.parametrize(("depths", "ids"), SPREAD.items(), ids=str)
+def test_layer_ids_that_a_zlab_file_leaves_out_are_spread_as_zlab_does(depths, ids):
+    changes = dict(zip(("num_target_layers", "num_hidden_layers"), depths, strict=True))
+    fields = file_of("zlab", changes | {"dflash_config.target_layer_ids": None, "layer_types": None})
+    with captured_log() as log:
+        config = convert_config(fields, "my-draft")
+    assert (config.target_layer_ids, config.num_target_layers) == (ids, depths[0])
+    assert "my-draft has no `target_layer_ids`" in log[0]
+    assert str(ids) in log[0]
+
+
+def test_layer_ids_that_are_said_are_never_computed():
+    changes = {"num_target_layers": 36, "num_hidden_layers": 5, "layer_types": None}
+    with captured_log() as log:
+        said = convert_config(file_of("zlab", changes | {"dflash_config.target_layer_ids": [2, 5]}), "x")
+        silent = file_of("zlab", changes | {"dflash_config.target_layer_ids": None})
+        stated = convert_config(silent, "x", {"target_layer_ids": [0, 3]})
+        lifted = convert_config(silent | {"target_layer_ids": [4, 8]}, "x")
+    assert [config.target_layer_ids for config in (said, stated, lifted)] == [[2, 5], [0, 3], [4, 8]]
+    assert log == []
+
+
+def test_layer_ids_of_drafts_with_heads_and_of_other_layouts_are_never_computed():
+    for fields in (
+        specforge({"sample_from_anchor": True, "target_layer_ids": None}) | {"num_target_layers": 36},
+        file_of("deepspec", {"target_layer_ids": None, "num_target_layers": 36}),
+    ):
+        with pytest.raises(ValueError, match="must set `target_layer_ids`, but it is missing"):
+            convert_config(fields, "x")
+
+
+def test_weights_for_other_layers_than_the_spread_ones_are_refused(tmp_path):
+    # Two draft layers read two target layers by the formula; the weights were made for three.
+    fields = file_of("zlab", {"dflash_config.target_layer_ids": None})
+    write_draft(tmp_path, fields, load_file(FOLDERS["zlab"] / "model.safetensors"))
+    with pytest.raises(ValueError, match=r"tensors of other shapes than its config says: .*fc\.weight"):
+        DSparkDraftModel.from_pretrained(tmp_path)
 
 
 def test_block_size_may_be_nested():

@@ -13,7 +13,7 @@ from dspark_hf.comparison import Generation, PromptComparison
 from dspark_hf.doctor import ADVICE, FAULT, Diagnosis, Finding, Gain, Probe
 from dspark_hf.doctor.config_checks import check_config, plain_name
 from dspark_hf.doctor.diagnosis import DEFAULT_PROMPTS
-from dspark_hf.doctor.findings import Pair, with_thinking
+from dspark_hf.doctor.findings import Pair
 from dspark_hf.doctor.gain import (
     break_even_tokens,
     first_draft_s,
@@ -29,6 +29,7 @@ from dspark_hf.metrics import AcceptanceStats
 from dspark_hf.prepare import template_hash
 from dspark_hf.prompts import Prompt
 from dspark_hf.scheduling import SPSCurve
+from dspark_hf.thinking import with_thinking
 from tests.helpers import oracle_draft, random_draft, tiny_target
 from tests.training_support import TEMPLATE, word_tokenizer
 
