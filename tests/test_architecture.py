@@ -96,11 +96,15 @@ LIBRARIES = {
     1: {"torch", "transformers", "safetensors", "peft"},
     2: {"torch", "transformers", "safetensors", "huggingface_hub"},
 }
-<<<<<<< HEAD
-STANDARD_LIBRARY_ONLY = {"metrics", "_version", "text_files", "json_values", "json_lines", "conversations"}
-=======
-STANDARD_LIBRARY_ONLY = {"metrics", "_version", "text_files", "path_checks", "json_values"}
->>>>>>> h-cli
+STANDARD_LIBRARY_ONLY = {
+    "metrics",
+    "_version",
+    "text_files",
+    "path_checks",
+    "json_values",
+    "json_lines",
+    "conversations",
+}
 MAY_PRINT = {"cli", "__main__"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 80, 500
 
