@@ -103,6 +103,10 @@ class PrepareSettings:
     template_sha256: str = ""
 
 
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
 def write_answers(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -141,33 +145,20 @@ def write_answers(
     """
     if max_prompt_tokens < 1:
         raise ValueError(f"`max_prompt_tokens` must be >= 1, got {max_prompt_tokens}.")
+    left_out, on_row, on_skip = left_out or LeftOut(), on_row or _do_nothing, on_skip or _do_nothing
     file = DataFile(output, settings)
     engine = RowGenerator(target, settings.sampling, end_token_ids(target, tokenizer), num_rows)
-    left_out = left_out if left_out is not None else LeftOut()
-
-    def requests() -> Iterator[RowRequest]:
-        for prompt in _new_prompts(prompts, file.keys, on_skip):
-            try:
-                ids = encode_messages(tokenizer, prompt.messages, settings.enable_thinking, prompt.tools)
-                _check_length(ids, max_prompt_tokens)
-            except ValueError as error:
-                left_out.add(prompt.where, str(error))
-                if on_skip is not None:
-                    on_skip()
-            else:
-                yield RowRequest((prompt, ids), ids)
-
+    waiting = _new_prompts(prompts, file.keys, on_skip)
+    requests = _requests(tokenizer, waiting, settings.enable_thinking, max_prompt_tokens, left_out, on_skip)
     added = 0
-    for answer in engine.run(requests()):
+    for answer in engine.run(requests):
         prompt, prompt_ids = answer.key
         text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-        row = prompt.row([{"role": "assistant", "content": text}])
-        row |= {"finish_reason": answer.finish_reason}
+        row = prompt.row([{"role": "assistant", "content": text}]) | {"finish_reason": answer.finish_reason}
         row |= {"prompt_ids": list(prompt_ids), "answer_ids": list(answer.token_ids)}
         file.append(row)
         added += 1
-        if on_row is not None:
-            on_row(row)
+        on_row(row)
     left_out.finish(len(file.keys))
     return added
 
@@ -199,6 +190,7 @@ def write_self_prompts(
     Returns:
         `int`: Rows added; fewer than wanted where the target keeps repeating itself.
     """
+    on_row, on_skip = on_row or _do_nothing, on_skip or _do_nothing
     header, end_tokens = user_turn(target, tokenizer)
     file = DataFile(output, settings)
     # Another stream than the first run's, or a resumed run would write the same prompts again.
@@ -206,9 +198,8 @@ def write_self_prompts(
     engine = RowGenerator(target, sampling, end_tokens, num_rows)
     encoded = {start: tuple(tokenizer(header + start, add_special_tokens=False)["input_ids"]) for start in starts}
     wanted, added = num_prompts - len(file.keys), 0
-    if on_skip is not None:
-        for _ in range(min(num_prompts, len(file.keys))):
-            on_skip()
+    for _ in range(min(num_prompts, len(file.keys))):
+        on_skip()
 
     def requests() -> Iterator[RowRequest]:
         attempts = 0
@@ -226,11 +217,9 @@ def write_self_prompts(
         prompt = PromptRow(({"role": "user", "content": text},), "self")
         if prompt.key in file.keys:
             continue
-        row = prompt.row()
-        file.append(row)
+        file.append(row := prompt.row())
         added += 1
-        if on_row is not None:
-            on_row(row)
+        on_row(row)
     return added
 
 
@@ -250,9 +239,8 @@ def write_answers_from_server(
 ) -> int:
     """Let a served target answer prompts, through any OpenAI-compatible server (vLLM, SGLang, ...).
 
-    The server returns text, so the rows have no token ids; training encodes them with the target's template. A prompt
-    that the server refuses (4xx) is left out, and recorded with the server's words in `NAME.refused.jsonl` beside
-    `output`; a later run does not ask it again.
+    Rows have no token ids; training encodes them with the target's template. A prompt that the server refuses (4xx)
+    is recorded in `NAME.refused.jsonl` beside `output`, and not asked again by a later run.
 
     Args:
         url (`str`): Base URL, `http://localhost:8000/v1` for example.
@@ -278,51 +266,60 @@ def write_answers_from_server(
     server = AnswerServer(url, model, settings.sampling, settings.enable_thinking, retries, api_key)
     file = DataFile(output, settings)
     refused = RefusedFile(file, ask_refused)
-    left_out = left_out if left_out is not None else LeftOut()
-    waiting = list(_new_prompts(prompts, file.keys | refused.keys, on_skip))
+    left_out, on_row, on_skip = left_out or LeftOut(), on_row or _do_nothing, on_skip or _do_nothing
     if refused.keys:
-        logger.warning(
-            f"{len(refused.keys)} prompts that the server refused are in {refused.path}. They are not asked again "
-            "without `--ask-refused`."
-        )
-    added = num_refused = 0
+        logger.warning(f"{refused.path} has {len(refused.keys)} refused prompts: `--ask-refused` asks them again.")
+    waiting = list(_new_prompts(prompts, file.keys | refused.keys, on_skip))
+    added, is_checked = 0, False
     for prompt, answer in _asked(server, waiting, concurrency):
         if isinstance(answer, Refusal):
-            if not added and not num_refused:
+            if not (added or is_checked):
                 _check_arguments(server)
+                is_checked = True
             refused.append(prompt.row() | {"status": answer.status, "reason": answer.reason})
             left_out.add(prompt.where, f"The server said {answer.status} ({answer.reason}).")
-            num_refused += 1
-            if on_skip is not None:
-                on_skip()
+            on_skip()
             continue
-        row = prompt.row([answer.message]) | {"finish_reason": answer.finish_reason}
-        file.append(row)
+        file.append(row := prompt.row([answer.message]) | {"finish_reason": answer.finish_reason})
         added += 1
-        if on_row is not None:
-            on_row(row)
+        on_row(row)
     left_out.finish(len(file.keys))
     return added
 
 
-def _new_prompts(
-    prompts: Iterable[PromptRow], known: set[str], on_skip: Callable[[], None] | None
-) -> Iterator[PromptRow]:
+def _new_prompts(prompts: Iterable[PromptRow], known: set[str], on_skip: Callable[[], None]) -> Iterator[PromptRow]:
     """Prompts that are not known, each once."""
     seen = set(known)
     for prompt in prompts:
         if prompt.key not in seen:
             seen.add(prompt.key)
             yield prompt
-        elif on_skip is not None:
+        else:
             on_skip()
 
 
-def _check_length(ids: Sequence[int], max_prompt_tokens: int) -> None:
-    if len(ids) > max_prompt_tokens:
-        raise ValueError(
-            f"A prompt must have at most {max_prompt_tokens} tokens, got {len(ids)}. Raise `max_prompt_tokens`."
-        )
+def _requests(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Iterable[PromptRow],
+    enable_thinking: bool | None,
+    max_prompt_tokens: int,
+    left_out: LeftOut,
+    on_skip: Callable[[], None],
+) -> Iterator[RowRequest]:
+    """Prompts in tokens; those that the template refuses and those that are too long are left out."""
+    for prompt in prompts:
+        try:
+            ids = encode_messages(tokenizer, prompt.messages, enable_thinking, prompt.tools)
+        except ValueError as error:
+            left_out.add(prompt.where, str(error))
+            on_skip()
+            continue
+        if len(ids) <= max_prompt_tokens:
+            yield RowRequest((prompt, ids), ids)
+            continue
+        reason = f"A prompt must have at most {max_prompt_tokens} tokens, got {len(ids)}. Raise `max_prompt_tokens`."
+        left_out.add(prompt.where, reason)
+        on_skip()
 
 
 def _asked(

@@ -39,6 +39,19 @@ TopP = Annotated[
     float | None,
     typer.Option("--top-p", "--top_p", min=0.0, max=1.0, help="Nucleus in the top k. Default: 0.8; a server's own."),
 ]
+ApiKey = Annotated[
+    str | None,
+    typer.Option("--api-key", "--api_key", envvar="DSPARK_HF_API_KEY", help="The server's key, if it has one."),
+]
+AskRefused = Annotated[
+    bool, typer.Option("--ask-refused", "--ask_refused", help="Ask again what the server refused in earlier runs.")
+]
+EnableThinking = Annotated[
+    bool | None, typer.Option("--enable-thinking/--no-thinking", help="The chat template's thinking switch.")
+]
+MaxPromptTokens = Annotated[
+    int, typer.Option("--max-prompt-tokens", "--max_prompt_tokens", min=1, help="Longer prompts are left out.")
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Random seed. Default: 0; a server's own.")]
 
 
@@ -65,27 +78,17 @@ def prepare(
         str | None, typer.Option("--server", help="Base URL of an OpenAI-compatible server that runs the target.")
     ] = None,
     concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests in flight at the server.")] = 16,
-    api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", "--api_key", envvar="DSPARK_HF_API_KEY", help="The server's key, if it has one."),
-    ] = None,
-    ask_refused: Annotated[
-        bool, typer.Option("--ask-refused", "--ask_refused", help="Ask again what the server refused in earlier runs.")
-    ] = False,
+    api_key: ApiKey = None,
+    ask_refused: AskRefused = False,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
     seed: Seed = None,
-    enable_thinking: Annotated[
-        bool | None, typer.Option("--enable-thinking/--no-thinking", help="The chat template's thinking switch.")
-    ] = None,
+    enable_thinking: EnableThinking = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Answers written at once on this machine.")] = 64,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Answer so many prompts at most.")] = None,
-    max_prompt_tokens: Annotated[
-        int,
-        typer.Option("--max-prompt-tokens", "--max_prompt_tokens", min=1, help="Longer prompts are left out."),
-    ] = 512,
+    max_prompt_tokens: MaxPromptTokens = 512,
 ) -> None:
     """Let the target answer prompts: the data to train its draft on."""
     with errors_in_words():
@@ -95,9 +98,8 @@ def prepare(
         if server is not None and not server.startswith(("http://", "https://")):
             raise ValueError(f"`--server` must begin with http:// or https://, got {server!r}.")
         chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-        if server is None:
-            chosen = {name: value for name, value in chosen.items() if value is not None}
-        sampling = SamplingSettings(max_new_tokens, **chosen)
+        given = {name: value for name, value in chosen.items() if value is not None or server is not None}
+        sampling = SamplingSettings(max_new_tokens, **given)
         with progress_bar(transient=False) as progress:
             job = PrepareJob(
                 output=output,

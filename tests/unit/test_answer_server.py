@@ -260,7 +260,7 @@ def test_refused_prompts_are_left_out_and_not_asked_again(tmp_path, refused, con
     assert path.read_bytes() == content
     assert [row["key"] for row in read(tmp_path / "answers.refused.jsonl")] == [PROMPTS[i].key for i in refused]
     (message,) = messages
-    assert message.startswith(f"{len(refused)} prompts that the server refused are in ")
+    assert message.endswith(f"refused.jsonl has {len(refused)} refused prompts: `--ask-refused` asks them again.")
     with serving(good) as server:
         assert ask(server, path, ask_refused=True) == len(refused)
     assert sorted(asked_of(server)) == sorted(PROMPTS[number].messages[0]["content"] for number in refused)
