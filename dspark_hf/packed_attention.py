@@ -328,7 +328,8 @@ def _switch(target: PreTrainedModel, as_found: list[tuple[PreTrainedConfig, Any]
     config = target.config.get_text_config(decoder=True)
     before = config._attn_implementation
     try:
-        if type(target)._supports_attention_backend or getattr(target, "_supports_attention_backend", False):
+        # Of a `PeftModel` only the instance knows, which asks the model inside.
+        if any(getattr(owner, "_supports_attention_backend", False) for owner in (type(target), target)):
             target.set_attn_implementation(PACKED_ATTENTION)
     except ValueError:  # a part that cannot
         _restore(as_found)

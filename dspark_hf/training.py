@@ -148,8 +148,8 @@ class DSparkTrainer(Trainer):
         """Every process learns of what any of them met, so that none waits for another."""
         figures = {"loss": loss}
         if self.accelerator.scaler is None:  # which tries gradients that overflow in float16, and skips them
-            gradients = [p.grad for p in self.draft.parameters() if p.grad is not None]
-            figures["gradient norm"] = torch.nn.utils.get_total_norm(gradients).to(loss)
+            norms = [p.grad.norm().to(loss) for p in self.draft.parameters() if p.grad is not None]
+            figures["gradient norm"] = torch.stack([loss.new_zeros(()), *norms]).norm()
         wrong = ~torch.stack(list(figures.values())).isfinite()
         if self.accelerator.reduce(wrong.float(), reduction="sum").any():
             self._stop({name: value.item() for name, value in figures.items()}, self.state.global_step + 1)

@@ -83,13 +83,19 @@ def check_run(arguments: TrainingArguments) -> None:
     weight = nn.Parameter(torch.zeros(1))
     if optimizer_class.__module__.startswith("torch.optim"):
         optimizer_class([weight], **settings)  # checks its own settings
-    get_scheduler(
-        arguments.lr_scheduler_type,
-        torch.optim.SGD([weight]),
-        num_warmup_steps=0,
-        num_training_steps=1,
-        scheduler_specific_kwargs=dict(arguments.lr_scheduler_kwargs or {}),
-    )
+    try:
+        get_scheduler(
+            arguments.lr_scheduler_type,
+            torch.optim.SGD([weight]),
+            num_warmup_steps=0,
+            num_training_steps=1,
+            scheduler_specific_kwargs=dict(arguments.lr_scheduler_kwargs or {}),
+        )
+    except TypeError as error:  # an argument that is missing, or that does not exist
+        raise ValueError(
+            f"`lr_scheduler_kwargs` do not fit `lr_scheduler_type`={arguments.lr_scheduler_type.value}, got "
+            f"{arguments.lr_scheduler_kwargs}: {error}."
+        ) from error
 
 
 def check_token_ids(sequences: Sequence[TrainingSequence], vocab_size: int) -> None:

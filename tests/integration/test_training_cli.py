@@ -3,14 +3,17 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.cli import app
 from dspark_hf.default_pair import ensure_default_target
+from tests.helpers import rewrite
 from tests.integration.test_training_resume import target_without_mask
 from tests.server_support import good, serving
 from tests.training_support import word_tokenizer, words
@@ -276,6 +279,39 @@ def test_options_out_of_range(tmp_path, tiny, answers, arguments, message):
         *("train", "--target", tiny, "--data", answers, "--output_dir", tmp_path, *TRAIN, *DRAFT, *arguments),
         match=message,
     )
+
+
+@pytest.mark.parametrize("name", ["neftune_noise_alpha", "label_smoothing_factor"])
+def test_options_that_a_draft_cannot_follow(tmp_path, tiny, answers, name):
+    output = tmp_path / "out"
+    arguments = ("--target", tiny, "--data", answers, "--output_dir", output, *TRAIN, *DRAFT, f"--{name}", 0.5)
+    refuse("train", *arguments, match=rf"`{name}` cannot be used to train a draft, got 0\.5: .+ Leave it unset\.")
+    assert not output.exists()
+
+
+def test_diverged_training_leaves_its_last_checkpoint(tmp_path, tiny, answers):
+    """Exit status 2, also of the same command again; nothing that is not finite is left."""
+    arguments = ("--target", tiny, "--data", answers, "--output_dir", tmp_path, *TRAIN, *DRAFT, "--max_steps", 9)
+    diverging = ("--learning_rate", 1e30, "--warmup_steps", 0, "--save_strategy", "steps", "--save_steps", 1)
+    messages = [refuse("train", *arguments, *diverging, match="must have finite figures, got loss") for _ in range(2)]
+    newest = max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    assert all(f"the last checkpoint before is {newest}." in message for message in messages)
+    for path in tmp_path.rglob("*.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(path).values())
+    assert not (tmp_path / "held_out.json").exists()
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_target_with_a_broken_weight(tmp_path, tiny, answers):
+    folder = tmp_path / "broken"
+    shutil.copytree(tiny, folder)
+    rewrite(folder, lambda tensors: tensors["model.layers.2.self_attn.k_proj.weight"].fill_(float("nan")))
+    output = tmp_path / "out"
+    arguments = ("--target", folder, "--data", answers, "--output_dir", output, *TRAIN, *DRAFT)
+    match = "The target must have finite weights, got NaN or infinity in `model.layers.2.self_attn.k_proj.weight`"
+    refuse("train", *arguments, "--feature_cache", tmp_path / "cache", match=match)
+    assert not output.exists()
+    assert not (tmp_path / "cache").exists()
 
 
 def test_prepare_without_prompts_or_target(tmp_path, tiny):

@@ -67,6 +67,7 @@ def test_counts_must_be_positive(tmp_path, name):
         ({"learning_rate": -1.0}, "Invalid learning rate: -1.0"),
         ({"adam_beta1": 2.0}, "Invalid beta parameter at index 0: 2.0"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "min_lr"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "do not fit `lr_scheduler_type`=warmup_stable_decay, got None"),
     ],
 )
 def test_runs_that_would_fail_later(tmp_path, target, data, options, match, monkeypatch):

@@ -96,7 +96,22 @@ def run_from_data(folder, target, sequences, rows):
     return {"figures": figures}
 
 
-RUNS = {"grouped": run_grouped, "idle": run_idle, "from_data": run_from_data}
+def run_diverged(folder, target, sequences, rows):
+    """The loss of the last process is infinite in the second step, that of the others is not."""
+    trainer = trainer_for(folder, target, sequences, max_steps=4, per_device_train_batch_size=rows)
+    right, rank = trainer.compute_loss, int(os.environ.get("RANK", "0"))
+
+    def spoiled(*args, **kwargs):
+        is_last = rank == int(os.environ.get("WORLD_SIZE", "1")) - 1
+        return right(*args, **kwargs) * (float("inf") if trainer.state.global_step == 1 and is_last else 1)
+
+    trainer.compute_loss = spoiled
+    with pytest.raises(RuntimeError, match="must have finite figures, got loss .+ at step 2") as caught:
+        trainer.train()
+    return {"steps": trainer.state.global_step, "message": str(caught.value)}
+
+
+RUNS = {"grouped": run_grouped, "idle": run_idle, "from_data": run_from_data, "diverged": run_diverged}
 
 
 def run_all(folder, rows):
@@ -270,3 +285,8 @@ def test_command_prints_once_and_leaves_no_group_of_its_own(tmp_path):
     for name in ("run", "again"):
         figures = json.loads((tmp_path / name / "held_out.json").read_text())
         assert figures["eval_accepted_length"] >= 1
+
+
+def test_all_processes_stop_when_one_diverges(one, two):
+    for folder in (one, two):
+        assert result(folder, "diverged")["steps"] == 1

@@ -14,6 +14,7 @@ from dspark_hf.data import target_features
 from dspark_hf.decoding_rows import Request
 from dspark_hf.fingerprint import fingerprint
 from dspark_hf.packed_target import check_memory
+from dspark_hf.row_generation import RowGenerator, RowRequest, SamplingSettings
 from dspark_hf.target_structure import (
     backbone_of,
     decoder_of,
@@ -405,3 +406,17 @@ def test_new_drafts_run(name):
     settings = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0, "eos_token_id": None}
     text = target.generate(input_ids=prompt, assistant_model=draft, **settings)
     assert torch.equal(text, target.generate(input_ids=prompt, **settings))
+
+
+@pytest.mark.parametrize("name", ["lora", "lora_causal", "qwen2_5_vl", "mllama", "gemma3", "gpt2", "opt", "gemma4"])
+def test_answers_by_rows_are_those_of_generate(name):
+    """Prompts go through the backbone alone."""
+    torch.manual_seed(0)
+    target = TARGETS[name]().eval()
+    prompts = [random_prompt(length, seed=length) for length in (5, 9, 7)]
+    settings = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
+    expected = [target.generate(input_ids=ids, **settings)[0, ids.shape[1] :].tolist() for ids in prompts]
+    generator = RowGenerator(target, SamplingSettings(max_new_tokens=6, temperature=0), frozenset(), num_rows=2)
+    requests = [RowRequest(index, tuple(ids[0].tolist())) for index, ids in enumerate(prompts)]
+    answers = {answer.key: list(answer.token_ids) for answer in generator.run(requests)}
+    assert [answers[index] for index in range(3)] == expected
