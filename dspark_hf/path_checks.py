@@ -7,17 +7,19 @@ import os
 from pathlib import Path
 
 
-def check_output_folder(path: str | os.PathLike, option: str) -> None:
+def check_output_folder(path: str | os.PathLike | None, option: str) -> None:
     """Refuse a folder that cannot be made or written to; nothing is made.
 
     Args:
-        path (`str` or `os.PathLike`): Folder, which need not exist.
+        path (`str` or `os.PathLike`, *optional*): Folder, which need not exist; without one all is well.
         option (`str`): Name of the option that gave it, for the message.
 
     Raises:
         NotADirectoryError: If it is a file, or lies inside of one.
         PermissionError: If it may not be written to.
     """
+    if path is None:
+        return
     place = Path(path)
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -29,11 +31,11 @@ def check_output_folder(path: str | os.PathLike, option: str) -> None:
         raise PermissionError(f"`{option}` must be a place that can be written to, got {str(path)!r}. Choose another.")
 
 
-def check_output_file(path: str | os.PathLike, option: str) -> None:
+def check_output_file(path: str | os.PathLike | None, option: str) -> None:
     """Refuse a file that cannot be made or replaced; nothing is made.
 
     Args:
-        path (`str` or `os.PathLike`): File, which need not exist, nor need its folder.
+        path (`str` or `os.PathLike`, *optional*): File, which need not exist, nor need its folder.
         option (`str`): Name of the option that gave it, for the message.
 
     Raises:
@@ -41,22 +43,26 @@ def check_output_file(path: str | os.PathLike, option: str) -> None:
         NotADirectoryError: If it lies inside of a file.
         PermissionError: If it may not be written to.
     """
+    if path is None:
+        return
     if Path(path).is_dir():
         raise IsADirectoryError(f"`{option}` must be a file, got the folder {str(path)!r}. Name a file in it.")
     check_output_folder(Path(path).parent, option)
 
 
-def check_input_file(path: str | os.PathLike, option: str) -> None:
+def check_input_file(path: str | os.PathLike | None, option: str) -> None:
     """Refuse a file that is not there.
 
     Args:
-        path (`str` or `os.PathLike`): File to read.
+        path (`str` or `os.PathLike`, *optional*): File to read.
         option (`str`): Name of the option that gave it, for the message.
 
     Raises:
         IsADirectoryError: If it is a folder.
         FileNotFoundError: If there is none.
     """
+    if path is None:
+        return
     if Path(path).is_dir():
         raise IsADirectoryError(f"`{option}` must be a file, got the folder {str(path)!r}. Name a file in it.")
     if not Path(path).exists():

@@ -78,9 +78,8 @@ def calibrate_command(
         total = num_calibration_answers(chosen, check, num_answers)
         if plot is not None:
             check_can_plot(plot, "reliability diagram")
-            check_output_file(plot, "--plot")
-        if output is not None:
-            check_output_folder(output, "--output")
+        check_output_file(plot, "--plot")
+        check_output_folder(output, "--output")
         with errors.status("Loading the models..."):
             model, draft_model, tokenizer = load_pair(target, draft, dtype, device, trust_remote_code)
         tokenizer = prompting_tokenizer(tokenizer, draft_model, enable_thinking, raw)

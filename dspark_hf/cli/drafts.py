@@ -153,8 +153,7 @@ def train(
         for path in data_arguments.data:
             check_input_file(path, "--data")
         check_output_folder(arguments.output_dir, "--output_dir")
-        if data_arguments.feature_cache is not None:
-            check_output_folder(data_arguments.feature_cache, "--feature_cache")
+        check_output_folder(data_arguments.feature_cache, "--feature_cache")
         if draft_arguments.init_from is not None:
             draft_arguments.init_from = find_source(draft_arguments.init_from)
         model, tokenizer = load_target(

@@ -106,14 +106,10 @@ def eval_command(
         with errors_in_words():
             check_can_report(tensorboard)
             check_prompting(raw, enable_thinking)
-            check_output_folder(output, "--output")
-            if tensorboard is not None:
-                check_output_folder(tensorboard, "--tensorboard")
+            for path, option in ((output, "--output"), (tensorboard, "--tensorboard")):
+                check_output_folder(path, option)
             chosen = _parse_temperatures(temperatures)
             wanted = _drafters(target, draft or [], drafter or [])
-            for row in wanted:
-                if row.path is not None:
-                    find_source(row.path)
             data = load_tasks(tasks or [BUILTIN], limit or None)
             with errors.status("Loading the models..."):
                 model, tokenizer = load_target(target, dtype, device, trust_remote_code)
@@ -147,6 +143,9 @@ def _drafters(target: str | None, drafts: list[str], drafters: list[str]) -> lis
         raise ValueError(
             "The package's own draft fits the default target only. Write `draft:FOLDER` or `draft:HUB_ID`."
         )
+    for row in found:
+        if row.path is not None:
+            find_source(row.path)  # a wrong path is noticed before the target is loaded
     return found
 
 

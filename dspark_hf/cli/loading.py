@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -34,7 +32,7 @@ def load_draft(draft: str, dtype: str, device: str | None, **stated: object) -> 
     """A draft; `stated` is what its config leaves open."""
     transformers.logging.disable_progress_bar()
     chosen_dtype, chosen_device = parse_dtype(dtype), choose_device(device)
-    return DSparkDraftModel.from_pretrained(os.path.expanduser(draft), dtype=chosen_dtype, **stated).to(chosen_device)
+    return DSparkDraftModel.from_pretrained(draft, dtype=chosen_dtype, **stated).to(chosen_device)
 
 
 def load_pair(

@@ -43,8 +43,7 @@ def profile_command(
         lengths = _parse_lengths(context_lengths)
         if num_requests & (num_requests - 1):  # `generate` looks for powers of two
             raise ValueError(f"`--num-requests` must be a power of two, got {num_requests}. Take the next larger one.")
-        if output is not None:
-            check_output_file(output, "--output")
+        check_output_file(output, "--output")
         with errors.status("Loading the models..."):
             model, draft_model, _ = load_pair(target, draft, dtype, device, trust_remote_code)
         with progress_bar() as progress:
@@ -128,8 +127,7 @@ def convert_command(
     """Write a draft in the layout that another engine reads."""
     transformers.logging.disable_progress_bar()
     with errors_in_words():
-        if round_times is not None:
-            check_input_file(round_times, "--round-times")
+        check_input_file(round_times, "--round-times")
         curve = RoundTimeProfile.load(round_times).curves[0][1] if round_times is not None else None
         written = convert_draft(draft, to, output, target, parse_stated(stated or []), curve, trust_remote_code)
     console.print(f"{written.folder}: {to}, every tensor as it was.", markup=False, highlight=False)
