@@ -234,7 +234,9 @@ def grow(target: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], nu
         `dict[str, Any]`
     """
     token_types = model_kwargs.get("token_type_ids")
-    model_kwargs = target._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=num_tokens)
+    model_kwargs = target._update_model_kwargs_for_generation(
+        outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=num_tokens
+    )
     if token_types is not None:  # the library repeats the last n types instead of the last one n times
         grown = token_types[:, -1:].expand(-1, num_tokens)
         model_kwargs["token_type_ids"] = torch.cat([token_types, grown], dim=-1)

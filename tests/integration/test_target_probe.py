@@ -464,3 +464,8 @@ def test_closeness_by_hand():
     assert not Closeness(0.5, 0.0).accepts(broken, expected)
     assert not Closeness(0.5, 0.0).accepts(expected, broken)
     assert Closeness(0.01, 1.0).accepts(broken, broken)  # a broken target is the same in every pass
+
+
+def test_a_target_with_its_own_rule_for_growing_inputs():
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    assert_same_text(build("MllamaForCausalLM", "MllamaTextConfig", cross_attention_layers=[1], rope_parameters=rope))
