@@ -11,7 +11,7 @@ from tests.closeness import assert_close
 from tests.helpers import tiny_config
 
 
-SIZES = {"vocab_size": 3, "hidden_size": 1, "head_dim": 1, "mask_token_id": 2}
+SIZES = {"vocab_size": 3, "hidden_size": 1, "head_dim": 2, "mask_token_id": 2}
 
 
 def config(**overrides):
