@@ -81,7 +81,7 @@ def _check(
         try:
             with torch.no_grad():
                 check(target, drafter, length)
-        except torch.OutOfMemoryError:
+        except (NotImplementedError, torch.OutOfMemoryError):
             raise
         except _OWN_ERRORS as error:
             raise NotImplementedError(

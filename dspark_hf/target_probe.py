@@ -48,11 +48,14 @@ class Closeness:
     def accepts(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
         """Whether logits are those that were expected, both `(n, V)`."""
         logits, expected = logits.double().cpu(), expected.double().cpu()
+        is_same = (logits == expected) | (logits.isnan() & expected.isnan())
+        # Tokens that a target rules out (-inf), or numbers that are broken, must be the same ones.
+        is_finite = logits.isfinite() & expected.isfinite()
+        logits, expected = logits.where(is_finite, 0.0), expected.where(is_finite, 0.0)
         spread = (expected - expected.mean(dim=-1, keepdim=True)).norm(dim=-1)
-        difference = (logits - expected).norm(dim=-1)
-        relative = (difference / spread).nan_to_num(nan=torch.inf)
-        # Of a constant row, or of a target that is broken in every pass alike.
-        relative[((logits == expected) | (logits.isnan() & expected.isnan())).all(dim=-1)] = 0.0
+        relative = (logits - expected).norm(dim=-1) / spread
+        relative[is_same.all(dim=-1)] = 0.0  # also where all logits are equal
+        relative[(~is_finite & ~is_same).any(dim=-1)] = torch.inf
         return bool(relative.quantile(self.quantile, interpolation="higher") <= self.tolerance)
 
 

@@ -31,7 +31,9 @@ def switched_on(tmp_path, monkeypatch):
 
 @pytest.fixture
 def pair():
-    return tiny_target(), random_draft()
+    target, draft = tiny_target(), random_draft()
+    draft.bind_target(target)  # which probes it once
+    return target, draft
 
 
 def loaded(draft, folder):
@@ -216,6 +218,7 @@ def test_threads_with_different_pairs_wait_for_one_another(monkeypatch):
 
     pairs = [(tiny_target(), random_draft()) for _ in range(3)]
     for index, (target, draft) in enumerate(pairs):
+        draft.bind_target(target)  # which probes it once
         target.register_forward_pre_hook(enter)
         target.register_forward_hook(lambda *_: running.pop() and None)
         draft.config.markov_head_type = f"vanilla {index}"  # a fingerprint of its own

@@ -410,7 +410,11 @@ class WrongInBatches(Qwen3ForCausalLM):
 
 def test_a_batch_that_is_not_its_rows_is_refused_and_one_row_is_not():
     target = changed(WrongInBatches)
-    assert_refused(target, "in which WrongInBatches gets other logits", PROMPT.repeat(2, 1))
+    assert_refused(
+        target,
+        "^DSpark verifies several tokens in one pass, in which WrongInBatches gets other logits",
+        PROMPT.repeat(2, 1),
+    )
     assert_same_text(target)
 
 
@@ -460,6 +464,13 @@ def test_closeness_by_hand():
     assert Closeness(0.11, 1.0).accepts(off, expected)
     assert not Closeness(0.09, 1.0).accepts(off, expected)
     assert Closeness(0.09, 0.5).accepts(off, expected)  # most rows agree
+    ruled_out = off.clone(), expected.clone()
+    for logits in ruled_out:
+        logits[:, 1] = -torch.inf
+    # Only one entry is left to compare: 3.3 for 3, where the spread of (3, 0) is 1.5 * sqrt(2).
+    assert Closeness(0.15, 1.0).accepts(*ruled_out)
+    assert not Closeness(0.14, 1.0).accepts(*ruled_out)
+    assert not Closeness(9.0, 0.0).accepts(ruled_out[0], expected)  # it rules out what the other does not
     broken = torch.full_like(expected, float("nan"))
     assert not Closeness(0.5, 0.0).accepts(broken, expected)
     assert not Closeness(0.5, 0.0).accepts(expected, broken)
