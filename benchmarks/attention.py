@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from dspark_hf.attention import eager_attention, folded_attention, folded_mask
+from dspark_hf.drafts.attention import eager_attention, folded_attention, folded_mask
 
 
 def parse_arguments() -> argparse.Namespace:

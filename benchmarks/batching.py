@@ -27,8 +27,8 @@ import transformers
 
 import dspark_hf
 from dspark_hf import collect_rounds
-from dspark_hf.comparison import encode_prompt
-from dspark_hf.prompts import BUILTIN_PROMPTS, read_prompts
+from dspark_hf.common.chat_tokens import encode_prompt
+from dspark_hf.common.prompts import BUILTIN_PROMPTS, read_prompts
 
 
 PLAIN, SCHEDULED = "plain", "scheduled"

@@ -20,10 +20,11 @@ import torch
 import transformers
 
 import dspark_hf
-from dspark_hf.calibrate_job import collect_full_blocks
-from dspark_hf.calibration import CalibrationReport, ConfidenceObservations, acceptance_prior, calibration_report
-from dspark_hf.metrics import RoundRecord
-from dspark_hf.prompts import read_prompts
+from dspark_hf.common.prompts import read_prompts
+from dspark_hf.common.records import RoundRecord
+from dspark_hf.evaluation.calibrate import collect_full_blocks
+from dspark_hf.scheduling.calibration import CalibrationReport, acceptance_prior, calibration_report
+from dspark_hf.scheduling.observations import ConfidenceObservations
 
 
 HEADINGS = (
@@ -132,7 +133,7 @@ def main() -> None:
         }
         arguments.json.write_text(json.dumps(figures))
     if arguments.plot is not None:
-        from dspark_hf.reliability_plot import save_reliability_plot
+        from dspark_hf.evaluation.reliability_plot import save_reliability_plot
 
         save_reliability_plot(reports["all"], arguments.plot)
 

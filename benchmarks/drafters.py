@@ -42,12 +42,12 @@ from transformers import (
 
 import dspark_hf
 from dspark_hf import DSparkDraftModel, collect_rounds
-from dspark_hf.comparison import encode_prompt
+from dspark_hf.common.chat_tokens import encode_prompt
+from dspark_hf.common.prompts import Prompt, read_prompts
+from dspark_hf.common.records import AcceptanceStats, RoundRecord
 from dspark_hf.default_pair import ensure_default_target
-from dspark_hf.metrics import AcceptanceStats, RoundRecord
-from dspark_hf.prompts import Prompt, read_prompts
-from dspark_hf.train_draft import DataArguments, DraftArguments, train_draft
 from dspark_hf.training import DSparkTrainingArguments
+from dspark_hf.training.run import DataArguments, DraftArguments, train_draft
 
 
 CONFIGURATIONS = ("dflash-2", "markov-2", "gated-2", "rnn-2", "markov-1", "markov-4")

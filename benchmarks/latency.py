@@ -20,10 +20,10 @@ import torch
 import transformers
 
 import dspark_hf
-from dspark_hf.comparison import PromptComparison, compare, summarize
-from dspark_hf.metrics import AcceptanceStats
-from dspark_hf.prompts import BUILTIN_PROMPTS, Prompt, read_prompts
-from dspark_hf.stopping_criteria import SCHEDULES
+from dspark_hf.common.prompts import BUILTIN_PROMPTS, Prompt, read_prompts
+from dspark_hf.common.records import AcceptanceStats
+from dspark_hf.decoding.criterion import SCHEDULES
+from dspark_hf.evaluation.compare import PromptComparison, compare, summarize
 
 
 HEADINGS = (

@@ -36,10 +36,10 @@ import transformers
 
 import dspark_hf
 from dspark_hf import AdaptiveConfidenceCriteria, RoundRecord, RoundTimeProfile, SPSCurve, collect_rounds
-from dspark_hf.comparison import encode_prompt
-from dspark_hf.measuring import batch_points
+from dspark_hf.common.chat_tokens import encode_prompt
+from dspark_hf.common.prompts import read_prompts
 from dspark_hf.profiling import profile_for
-from dspark_hf.prompts import read_prompts
+from dspark_hf.profiling.measure import batch_points
 from dspark_hf.scheduling import (
     CapacityScheduler,
     FixedScheduler,
@@ -48,7 +48,7 @@ from dspark_hf.scheduling import (
     SearchScheduler,
     ThresholdScheduler,
 )
-from dspark_hf.simulation import full_blocks
+from dspark_hf.scheduling.simulation import full_blocks
 
 
 Texts = dict[str, list[list[RoundRecord]]]  # of each file

@@ -26,10 +26,10 @@ import torch
 import transformers
 
 import dspark_hf
-from dspark_hf.comparison import encode_prompt
-from dspark_hf.metrics import AcceptanceStats, collect_rounds
+from dspark_hf.common.chat_tokens import encode_prompt
+from dspark_hf.common.prompts import BUILTIN_PROMPTS, Prompt, read_prompts
+from dspark_hf.common.records import AcceptanceStats, collect_rounds
 from dspark_hf.profiling import profile_for
-from dspark_hf.prompts import BUILTIN_PROMPTS, Prompt, read_prompts
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 """What each scheduler would do for many requests at a time: `python benchmarks/simulate_load.py`.
 
 Records rounds of the default pair in which every slot is verified, one text after the other, and replays them as 1 to
-256 concurrent requests against a round-time curve. See `dspark_hf.simulation` for what a replay leaves out.
+256 concurrent requests against a round-time curve. See `dspark_hf.scheduling.simulation` for what a replay leaves out.
 
     python benchmarks/simulate_load.py --prompts gsm8k.jsonl mt-bench.jsonl --save-rounds rounds.json --plot load.svg
     python benchmarks/simulate_load.py --rounds rounds.json --curve 1:0.020,8:0.021,16:0.035,64:0.120 --draft-s 0.002
@@ -24,12 +24,12 @@ import torch
 import transformers
 
 import dspark_hf
-from dspark_hf.comparison import encode_prompt
-from dspark_hf.figure_files import check_can_plot
-from dspark_hf.load_plot import save_load_plot
-from dspark_hf.metrics import AcceptanceStats, RoundRecord, collect_rounds
+from dspark_hf.common.chat_tokens import encode_prompt
+from dspark_hf.common.plots import check_can_plot
+from dspark_hf.common.prompts import BUILTIN_PROMPTS, Prompt, read_prompts
+from dspark_hf.common.records import AcceptanceStats, RoundRecord, collect_rounds
+from dspark_hf.evaluation.load_plot import save_load_plot
 from dspark_hf.profiling import RoundTimeProfile
-from dspark_hf.prompts import BUILTIN_PROMPTS, Prompt, read_prompts
 from dspark_hf.scheduling import (
     CapacityScheduler,
     FixedScheduler,
@@ -40,7 +40,7 @@ from dspark_hf.scheduling import (
     SPSCurve,
     ThresholdScheduler,
 )
-from dspark_hf.simulation import PLAIN, LoadReport, full_blocks, sweep
+from dspark_hf.scheduling.simulation import PLAIN, LoadReport, full_blocks, sweep
 
 
 # Up to 128 tokens a pass takes as long as reading the weights does, 5 ms; from there on the arithmetic counts.

@@ -28,9 +28,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 import dspark_hf
 from dspark_hf import DSparkConfig, DSparkDraftModel
-from dspark_hf.data import SequenceDataset, TrainingSequence
-from dspark_hf.feature_cache import FeatureCache
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
+from dspark_hf.training.dataset import SequenceDataset, TrainingSequence
+from dspark_hf.training.feature_cache import FeatureCache
 
 
 HEADINGS = ("vocabulary", "slots at once", "tokens/s", "s per step", "peak MB", "MB above the models")

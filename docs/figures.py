@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from dspark_hf.blocks import block_attention_mask, label_blocks
 from dspark_hf.scheduling import (
     LookaheadScheduler,
     PrefixScheduler,
@@ -18,6 +17,7 @@ from dspark_hf.scheduling import (
     mean_survival,
     prefix_survival,
 )
+from dspark_hf.training.blocks import block_attention_mask, label_blocks
 
 
 ASSETS = Path(__file__).parent / "assets"

@@ -2,19 +2,21 @@
 """DSpark speculative decoding for Hugging Face transformers. Importing it lets `generate` accept DSpark drafts."""
 
 from ._version import __version__
-from .batch_rows import RowStreamer
-from .batching import generate_many
-from .candidate_generator import DraftProposal, DSparkCandidateGenerator
-from .configuration_dspark import DSparkConfig
+from .common.records import AcceptanceStats, RoundRecord, collect_rounds
+from .decoding.criterion import AdaptiveConfidenceCriteria
+from .decoding.drafter import DraftProposal
+from .decoding.dspark_drafter import DSparkCandidateGenerator
+from .decoding.generate_many import generate_many
+from .decoding.outputs import DSparkGenerateOutput
+from .decoding.streaming import RowStreamer
 from .default_pair import load_default_pair
-from .eagle3 import Eagle3Config, Eagle3DraftModel
+from .drafts.configuration_dspark import DSparkConfig
+from .drafts.configuration_eagle3 import Eagle3Config
+from .drafts.modeling_dspark import DSparkDraftModel, DSparkPreTrainedModel
+from .drafts.modeling_eagle3 import Eagle3DraftModel
 from .integration import disable, enable, is_enabled, register_auto_classes
-from .metrics import AcceptanceStats, RoundRecord, collect_rounds
-from .modeling_dspark import DSparkDraftModel, DSparkPreTrainedModel
-from .outputs import DSparkGenerateOutput
-from .profiling import RoundTimeProfile, measure_profile
-from .scheduling import SPSCurve
-from .stopping_criteria import AdaptiveConfidenceCriteria
+from .profiling.profile import RoundTimeProfile, measure_profile
+from .scheduling.curve import SPSCurve
 
 
 register_auto_classes()

@@ -27,7 +27,7 @@ from transformers.utils import logging
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .modeling_dspark import DSparkDraftModel
+    from .drafts.modeling_dspark import DSparkDraftModel
 
 
 __all__ = ["default_draft_path", "ensure_default_target", "load_default_pair"]
@@ -105,7 +105,7 @@ def load_default_pair(
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from .modeling_dspark import DSparkDraftModel
+    from .drafts.modeling_dspark import DSparkDraftModel
 
     target = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     draft = DSparkDraftModel.from_pretrained(default_draft_path(), dtype=dtype)

@@ -17,13 +17,15 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GenerationConfig
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.utils import logging
 
-from .configuration_dspark import DSparkConfig
-from .decoding import decode, generator_for
-from .eagle3 import Eagle3Config, Eagle3DraftModel
-from .eagle3.candidate_generator import resolve_num_drafts
-from .modeling_dspark import DSparkDraftModel
-from .stopping_criteria import resolve_options
-from .stream_end import claim, ended_on_failure
+from .decoding.criterion import resolve_options
+from .decoding.eagle3_drafter import resolve_num_drafts
+from .decoding.loop import decode, generator_for
+from .decoding.stream_end import claim, ended_on_failure
+from .drafts.configuration_dspark import DSparkConfig
+from .drafts.configuration_eagle3 import Eagle3Config
+from .drafts.modeling_dspark import DSparkDraftModel
+from .drafts.modeling_eagle3 import Eagle3DraftModel
+from .profiling.profile import profile_for
 
 
 logger = logging.get_logger("transformers.dspark_hf.integration")
@@ -185,7 +187,15 @@ def _wrap_loop(original: Callable) -> Callable:
         claim(kwargs.get("streamer"))  # the loop ends it now
         for name in ("synced_gpus", "inputs_tensor", "assistant_tokenizer", "tokenizer"):
             kwargs.pop(name, None)  # of use to other assistants only
-        return decode(self, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs)
+        return decode(
+            self,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            round_times=profile_for,
+            **kwargs,
+        )
 
     return _assisted_decoding
 

@@ -8,7 +8,7 @@ Run it with
 import argparse
 
 from dspark_hf import collect_rounds, load_default_pair
-from dspark_hf.prompts import BUILTIN_PROMPTS, read_prompts
+from dspark_hf.common.prompts import BUILTIN_PROMPTS, read_prompts
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ import argparse
 import torch
 
 from dspark_hf import load_default_pair
-from dspark_hf.calibrate_job import calibrate, save_calibration
-from dspark_hf.prompts import BUILTIN_PROMPTS, read_prompts
+from dspark_hf.common.prompts import BUILTIN_PROMPTS, read_prompts
+from dspark_hf.evaluation.calibrate import calibrate, save_calibration
 
 
 def main() -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from dspark_hf import load_default_pair
 from dspark_hf.evaluation.drafters import check_names, default_drafters, load_drafters, parse_drafter
+from dspark_hf.evaluation.evaluate import evaluate, settings_for, warm_up
 from dspark_hf.evaluation.report import check_can_report, write_report
-from dspark_hf.evaluation.running import evaluate, settings_for, warm_up
 from dspark_hf.evaluation.summary import interval_text, summarize_runs
 from dspark_hf.evaluation.tasks import load_tasks
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dspark_hf import DSparkDraftModel, collect_rounds, measure_profile
-from dspark_hf.checkpoints.convert import FORMATS, convert_draft
 from dspark_hf.default_pair import default_draft_path, ensure_default_target
+from dspark_hf.export.convert import FORMATS, convert_draft
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from dspark_hf.eagle3 import Eagle3Config, Eagle3DraftModel
+from dspark_hf.drafts.configuration_eagle3 import Eagle3Config
+from dspark_hf.drafts.modeling_eagle3 import Eagle3DraftModel
 from tests.helpers import HIDDEN_SIZE, VOCAB_SIZE, fill_vocabulary_map
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers: a module imports only from its own layer or from lower ones; small modules, small functions, no debris."""
+"""Folders: a module imports only from its own folder or from lower ones; small modules and functions, no debris."""
 
 from __future__ import annotations
 
@@ -16,94 +16,39 @@ import dspark_hf
 PACKAGE = Path(dspark_hf.__file__).parent
 NAME = dspark_hf.__name__
 
-# Modules that are not listed are applications, which may import everything and which nothing below may import.
-LAYERS = {
-    0: {
-        "_version",
-        "attention",
-        "text_files",
-        "path_checks",
-        "json_values",
-        "json_lines",
-        "conversations",
-        "sampling",
-        "metrics",
-        "draft_cache",
-        "blocks",
-        "losses",
-        "scheduling",
-        "calibration",
-        "drafting_history",
-        "simulation",
-    },
-    1: {
-        "position_limits",
-        "target_probe",
-        "_compat",
-        "versions",
-        "target_structure",
-        "model_sources",
-        "configuration_dspark",
-        "heads",
-        "pairing",
-        "modeling_dspark",
-        "checkpoints",
-        "target_loading",
-    },
-    2: {
-        "drafter",
-        "round_check",
-        "thinking",
-        "drafting_steps",
-        "drawing",
-        "stream_end",
-        "processors",
-        "stopping_criteria",
-        "candidate_generator",
-        "eagle3",
-        "outputs",
-        "decoding_rows",
-        "batch_rows",
-        "single_target",
-        "packed_attention",
-        "row_rules",
-        "packed_target",
-        "waiting_requests",
-        "decoding",
-        "batching",
-        "integration",
-        "fingerprint",
-        "measured_rounds",
-        "measuring",
-        "profiling",
-        "row_cache",
-        "row_generation",
-        "chat",
-        "chat_tokens",
-        "data_file",
-        "answer_server",
-        "left_out",
-        "prepare",
-        "data",
-        "feature_cache",
-        "objective",
-    },
-}
-APPLICATIONS = 3
-# Other packages that a layer may use, the standard library aside.
+# Folders and modules, lowest first: each imports only from those before it, and from its own. Two in one line do not
+# import each other.
+ORDER = (
+    {"_version", "_compat"},
+    {"common"},
+    {"scheduling"},
+    {"drafts"},
+    {"decoding"},
+    {"profiling"},
+    {"integration", "default_pair"},
+    {"training"},
+    {"evaluation"},
+    {"doctor", "export"},
+    {"demo"},
+    {"cli"},
+    {"__main__"},
+)
+# Other packages that a folder may use, the standard library aside; one that is not listed may use all.
 LIBRARIES = {
-    0: {"torch", "numpy"},
-    1: {"torch", "transformers", "safetensors", "peft"},
-    2: {"torch", "transformers", "safetensors", "huggingface_hub"},
+    "_version": set(),
+    "_compat": {"torch", "transformers"},
+    "common": {"torch", "transformers", "jinja2", "matplotlib"},
+    "scheduling": {"torch", "numpy"},
+    "drafts": {"torch", "transformers", "safetensors", "huggingface_hub", "peft"},
+    "decoding": {"torch", "transformers"},
+    "profiling": {"torch", "numpy", "transformers", "huggingface_hub"},
+    "integration": {"torch", "transformers"},
 }
-STANDARD_LIBRARY_ONLY = {
-    "metrics",
-    "_version",
-    "text_files",
-    "path_checks",
-    "json_values",
-    "json_lines",
-    "conversations",
+# Modules that need less than their folder.
+OWN_LIBRARIES: dict[str, set[str]] = {
+    **dict.fromkeys(("common.records", "common.files", "common.jsonl", "common.conversations"), set()),
+    **dict.fromkeys(("drafts.attention", "drafts.draft_cache", "decoding.verification"), {"torch"}),
+    **dict.fromkeys(("training.blocks", "training.losses"), {"torch"}),
 }
 MAY_PRINT = {"cli", "__main__"}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 80, 500
@@ -158,24 +103,25 @@ def split_imports(name: str, tree: ast.AST) -> tuple[set[str], set[str]]:
 
 def layer_of(name: str) -> int:
     top = name.split(".")[0]
-    return next((layer for layer, names in LAYERS.items() if top in names), APPLICATIONS)
+    return next(layer for layer, names in enumerate(ORDER) if top in names)
 
 
 def layer_violations(name: str, tree: ast.AST) -> list[str]:
-    layer = layer_of(name)
+    top, layer = name.split(".")[0], layer_of(name)
     own, other = split_imports(name, tree)
-    above = [target for target in own - {"__init__"} if layer_of(target) > layer]
-    found = [f"{name} (layer {layer}) imports {target} (layer {layer_of(target)})" for target in above]
-    if layer < APPLICATIONS and "__init__" in own:  # it imports them all
+    above = [target for target in own - {"__init__"} if layer_of(target) >= layer and target.split(".")[0] != top]
+    found = [f"{name} imports {target}, which does not lie below it" for target in above]
+    if layer < layer_of("demo") and "__init__" in own:  # it imports them all
         found.append(f"{name} imports from the package itself")
-    allowed = set(sys.stdlib_module_names) | (set() if name in STANDARD_LIBRARY_ONLY else LIBRARIES.get(layer, other))
-    return found + [f"{name} (layer {layer}) imports {library}" for library in other - allowed]
+    allowed = OWN_LIBRARIES.get(name, LIBRARIES.get(top, other)) | set(sys.stdlib_module_names)
+    return found + [f"{name} imports {library}" for library in sorted(other - allowed)]
 
 
-def test_layers_name_modules_that_can_exist():
-    for name in ("sampling", "metrics", "draft_cache", "heads", "modeling_dspark", "decoding", "checkpoints"):
-        assert name in MODULES, f"{name} is gone: bring LAYERS up to date"
-    assert layer_of("checkpoints.deepspec") == 1
+def test_order_names_what_is_there():
+    tops = {name.split(".")[0] for name in MODULES if name != "__init__"}
+    assert sorted(tops) == sorted(name for names in ORDER for name in names)
+    assert set(LIBRARIES) <= tops
+    assert set(OWN_LIBRARIES) <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "__init__"])
@@ -238,22 +184,52 @@ def test_every_file_names_its_licence(name):
 @pytest.mark.parametrize(
     ("name", "source", "expected"),
     [
-        ("sampling", "import transformers", ["sampling (layer 0) imports transformers"]),
-        ("metrics", "import torch", ["metrics (layer 0) imports torch"]),
-        ("sampling", "from .heads import MarkovHead", ["sampling (layer 0) imports heads (layer 1)"]),
-        ("heads", "from . import decoding", ["heads (layer 1) imports decoding (layer 2)"]),
-        ("heads", "from dspark_hf.decoding import decode", ["heads (layer 1) imports decoding (layer 2)"]),
-        ("heads", "def f():\n    import dspark_hf.decoding", ["heads (layer 1) imports decoding (layer 2)"]),
+        ("scheduling.rules", "import transformers", ["scheduling.rules imports transformers"]),
+        ("common.records", "import torch", ["common.records imports torch"]),
         (
-            "checkpoints.deepspec",
-            "from ..processors import mirrored",
-            ["checkpoints.deepspec (layer 1) imports processors (layer 2)"],
+            "scheduling.rules",
+            "from ..drafts.heads import MarkovHead",
+            ["scheduling.rules imports drafts.heads, which does not lie below it"],
         ),
-        ("decoding", "from .cli import app", ["decoding (layer 2) imports cli (layer 3)"]),
-        ("decoding", "import datasets", ["decoding (layer 2) imports datasets"]),
-        ("cli", "import typer\nfrom .decoding import decode", []),
-        ("checkpoints.deepspec", "from ..configuration_dspark import DSparkConfig\nfrom .fields import require", []),
-        ("sampling", "from __future__ import annotations\nimport math\nimport torch", []),
+        (
+            "drafts.heads",
+            "from ..decoding import loop",
+            ["drafts.heads imports decoding.loop, which does not lie below it"],
+        ),
+        (
+            "drafts.heads",
+            "from dspark_hf.decoding.loop import decode",
+            ["drafts.heads imports decoding.loop, which does not lie below it"],
+        ),
+        (
+            "drafts.heads",
+            "def f():\n    import dspark_hf.decoding.loop",
+            ["drafts.heads imports decoding.loop, which does not lie below it"],
+        ),
+        (
+            "drafts.formats.deepspec",
+            "from ...decoding.processors import mirrored",
+            ["drafts.formats.deepspec imports decoding.processors, which does not lie below it"],
+        ),
+        ("decoding.loop", "from ..cli import app", ["decoding.loop imports cli, which does not lie below it"]),
+        (
+            "decoding.loop",
+            "from ..profiling import profile_for",
+            ["decoding.loop imports profiling, which does not lie below it"],
+        ),
+        (
+            "doctor.speedup",
+            "from ..export.convert import convert_draft",
+            ["doctor.speedup imports export.convert, which does not lie below it"],
+        ),
+        ("decoding.loop", "import datasets", ["decoding.loop imports datasets"]),
+        ("cli", "import typer\nfrom ..decoding.loop import decode", []),
+        (
+            "drafts.formats.deepspec",
+            "from ..configuration_dspark import DSparkConfig\nfrom .fields import require",
+            [],
+        ),
+        ("decoding.verification", "from __future__ import annotations\nimport math\nimport torch", []),
     ],
 )
 def test_walker(name, source, expected):
@@ -262,5 +238,5 @@ def test_walker(name, source, expected):
 
 def test_walker_notices_imports_from_the_package_itself():
     tree = ast.parse("from dspark_hf import DSparkConfig")
-    assert layer_violations("decoding", tree) == ["decoding imports from the package itself"]
+    assert layer_violations("decoding.loop", tree) == ["decoding.loop imports from the package itself"]
     assert layer_violations("cli", tree) == []  # public names

@@ -135,7 +135,11 @@ def test_public_name_says_what_goes_in_and_what_comes_out(name):
 
 def test_the_walk_finds_the_package():
     assert len(THINGS) > 80
-    for name in ("sampling.verify_block", "heads.RNNHead.features", "metrics.AcceptanceStats.accepted_length"):
+    for name in (
+        "decoding.verification.verify_block",
+        "drafts.heads.RNNHead.features",
+        "common.records.AcceptanceStats.accepted_length",
+    ):
         assert f"dspark_hf.{name}" in THINGS
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from dspark_hf.cli import app
-from dspark_hf.stopping_criteria import SCHEDULES
+from dspark_hf.decoding.criterion import SCHEDULES
 
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.data import SequenceDataset, TrainingSequence
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
+from dspark_hf.training.dataset import SequenceDataset, TrainingSequence
 from tests.helpers import VOCAB_SIZE, random_draft, random_prompt
 
 

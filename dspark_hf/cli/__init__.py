@@ -10,13 +10,16 @@ import transformers
 import typer
 
 from .._version import __version__
-from .calibrating import calibrate_command
+from .calibrate import calibrate_command
+from .compare import compare_command
+from .convert import convert_command
 from .demo import demo_command
-from .diagnosing import doctor_command
-from .drafts import prepare, train
-from .evaluating import eval_command
-from .generating import compare_command, generate_command
-from .tuning import convert_command, profile_command
+from .doctor import doctor_command
+from .evaluate import eval_command
+from .generate import generate_command
+from .prepare import prepare_command
+from .profile import profile_command
+from .train import train_command
 
 
 app = typer.Typer(
@@ -25,13 +28,13 @@ app = typer.Typer(
 app.command("compare")(compare_command)
 app.command("generate")(generate_command)
 app.command("eval")(eval_command)
-app.command("prepare")(prepare)
+app.command("prepare")(prepare_command)
 app.command(
     "train",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Further options are those of transformers' TrainingArguments, for example --output_dir, "
     "--num_train_epochs, --per_device_train_batch_size, --bf16.",
-)(train)
+)(train_command)
 app.command("calibrate")(calibrate_command)
 app.command("profile")(profile_command)
 app.command("doctor")(doctor_command)

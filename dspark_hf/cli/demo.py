@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ..thinking import choose_thinking
+from ..common.thinking import choose_thinking
 from .loading import load_pair
 from .options import Device, Draft, Dtype, Target, Thinking, TrustRemoteCode, console, errors_in_words
 

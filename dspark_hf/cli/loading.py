@@ -7,10 +7,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.thinking import choose_thinking, has_thinking_switch, with_thinking
 from ..default_pair import ensure_default_target, load_default_pair
-from ..modeling_dspark import DSparkDraftModel
-from ..target_loading import find_target, load_target_model, load_target_tokenizer
-from ..thinking import choose_thinking, has_thinking_switch, with_thinking
+from ..drafts.modeling_dspark import DSparkDraftModel
+from ..drafts.target_loading import find_target, load_target_model, load_target_tokenizer
 from .options import errors
 
 

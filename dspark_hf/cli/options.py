@@ -4,18 +4,17 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ..modeling_dspark import DSparkDraftModel
-from ..prompts import BUILTIN_PROMPTS, Prompt, read_prompts
+from ..common.prompts import BUILTIN_PROMPTS, Prompt, read_prompts
+from ..drafts.modeling_dspark import DSparkDraftModel
 
 
 console = Console()
@@ -94,17 +93,6 @@ def set_knobs(draft: DSparkDraftModel, num_tokens: int | None, threshold: float 
     for name, value in chosen.items():
         if value is not None:
             setattr(draft.generation_config, name, value)
-
-
-def sampling_arguments(temperature: float, top_p: float = 1.0) -> dict[str, Any]:
-    """Arguments of `generate`; temperature 0 is greedy."""
-    if not math.isfinite(temperature) or temperature < 0:
-        raise ValueError(f"A temperature must be a finite number >= 0, got {temperature}.")
-    if not 0 < top_p <= 1:
-        raise ValueError(f"`--top-p` must lie in (0, 1], got {top_p}. 1 keeps every token.")
-    if temperature == 0:
-        return {"do_sample": False}
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
 
 
 def choose_prompts(text: list[str] | None, path: Path | None) -> list[Prompt]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import gradio as gr
 
-from ..model_names import shown_name
+from ..common.files import shown_name
 from .records import Progress, Side
 from .session import Session
 from .settings import RunSettings

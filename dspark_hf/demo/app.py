@@ -14,10 +14,10 @@ from typing import Any
 import gradio as gr
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.prompts import BUILTIN_PROMPTS
+from ..decoding.criterion import SCHEDULES
 from ..default_pair import load_default_pair
-from ..modeling_dspark import DSparkDraftModel
-from ..prompts import BUILTIN_PROMPTS
-from ..stopping_criteria import SCHEDULES
+from ..drafts.modeling_dspark import DSparkDraftModel
 from . import plots, rendering
 from .api import MODELS, UNEXPECTED, add_endpoints
 from .records import ACCEPTED, REJECTED, Progress

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from ..metrics import AcceptanceStats, RoundRecord
+from ..common.records import AcceptanceStats, RoundRecord
 from .records import ACCEPTED, REJECTED, UNJUDGED, draft_outcome
 
 

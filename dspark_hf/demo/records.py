@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..comparison import first_difference
-from ..metrics import AcceptanceStats, RoundRecord
+from ..common.records import AcceptanceStats, RoundRecord
+from ..evaluation.compare import first_difference
 from .settings import RunSettings
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from html import escape
 
-from ..metrics import AcceptanceStats, RoundRecord
+from ..common.records import AcceptanceStats, RoundRecord
 from .records import ACCEPTED, BONUS, CORRECTION, PLAIN, REJECTED, UNJUDGED, Progress, Side, Token, draft_outcome
 
 

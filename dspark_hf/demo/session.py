@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from ..comparison import encode_prompt
-from ..metrics import AcceptanceStats, RoundRecord, collect_rounds
-from ..modeling_dspark import DSparkDraftModel
-from ..thinking import has_thinking_switch, thinks_by_default, with_thinking
+from ..common.chat_tokens import encode_prompt
+from ..common.records import AcceptanceStats, RoundRecord, collect_rounds
+from ..common.thinking import has_thinking_switch, thinks_by_default, with_thinking
+from ..drafts.modeling_dspark import DSparkDraftModel
 from .records import Progress, Side, Token, tokens_of_round
 from .settings import Limits, RunSettings
 

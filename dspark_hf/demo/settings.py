@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..cli.options import sampling_arguments
-from ..stopping_criteria import SCHEDULES
+from ..common.decoding_options import sampling_arguments
+from ..decoding.criterion import SCHEDULES
 
 
 @dataclass(frozen=True)

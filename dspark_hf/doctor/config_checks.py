@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ..comparison import encode_prompt
-from ..configuration_dspark import DSparkConfig
-from ..prepare import template_hash
-from ..stopping_criteria import resolve_options
-from ..thinking import with_thinking
-from .findings import ADVICE, FAULT, Finding, Pair
+from ..common.chat import template_hash
+from ..common.chat_tokens import encode_prompt
+from ..common.thinking import with_thinking
+from ..decoding.criterion import resolve_options
+from ..drafts.configuration_dspark import DSparkConfig
+from .finding import ADVICE, FAULT, Finding
+from .pair import Pair
 
 
 # Words that a name gets when a model is stored in another precision or format.

@@ -11,14 +11,15 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..json_values import json_values
-from ..metrics import RoundRecord
-from ..modeling_dspark import DSparkDraftModel
-from ..prompts import BUILTIN_PROMPTS, Prompt
+from ..common.files import json_values
+from ..common.prompts import BUILTIN_PROMPTS, Prompt
+from ..common.records import RoundRecord
+from ..drafts.modeling_dspark import DSparkDraftModel
 from .config_checks import check_config
-from .findings import FAULT, Finding, Pair
-from .gain import Gain, gain_sentences, judge_gain, measure_gain
+from .finding import FAULT, Finding
+from .pair import Pair
 from .probing import LOW, Probe, alternatives, collect, explanation, judge_probe
+from .speedup import Gain, gain_sentences, judge_gain, measure_gain
 from .weight_checks import check_weights
 
 

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..calibrate_job import collect_full_blocks
-from ..metrics import AcceptanceStats, RoundRecord
-from ..modeling_dspark import DSparkDraftModel
-from ..prompts import Prompt
-from ..thinking import has_thinking_switch, with_thinking
+from ..common.prompts import Prompt
+from ..common.records import AcceptanceStats, RoundRecord
+from ..common.thinking import has_thinking_switch, with_thinking
+from ..drafts.modeling_dspark import DSparkDraftModel
+from ..evaluation.calibrate import collect_full_blocks
 from .config_checks import expected_config
-from .findings import ADVICE, FAULT, Finding, Pair
+from .finding import ADVICE, FAULT, Finding
+from .pair import Pair
 
 
 # Tokens per round below which the pair gains nothing, and below which alternatives are tried unasked.

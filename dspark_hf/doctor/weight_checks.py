@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from .findings import ADVICE, FAULT, Finding, Pair
+from .finding import ADVICE, FAULT, Finding
+from .pair import Pair
 
 
 # Distance of two embedding rows over the length of one: rounding, a fine-tuned target, another one.

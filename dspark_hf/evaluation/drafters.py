@@ -13,12 +13,12 @@ import torch
 import transformers
 from transformers import AutoModel, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.model_sources import find_source, read_config_fields
+from ..decoding.criterion import resolve_options
 from ..default_pair import default_draft_path
-from ..eagle3 import Eagle3DraftModel
-from ..model_sources import find_source, read_config_fields
-from ..modeling_dspark import DSparkDraftModel
-from ..stopping_criteria import resolve_options
-from ..target_loading import find_target, load_target_model, load_target_tokenizer
+from ..drafts.modeling_dspark import DSparkDraftModel
+from ..drafts.modeling_eagle3 import Eagle3DraftModel
+from ..drafts.target_loading import find_target, load_target_model, load_target_tokenizer
 
 
 PLAIN, PROMPT_LOOKUP, ASSISTANT, MTP, DFLASH, DRAFT = "plain", "prompt-lookup", "assistant", "mtp", "dflash", "draft"

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from ..load_plot import COLORS, MARKERS
 from .drafters import PLAIN
-from .figures import ALL, ConfidenceFigures
 from .intervals import Interval
+from .load_plot import COLORS, MARKERS
+from .statistics import ConfidenceFigures
 from .summary import Evaluation
+from .tasks import ALL
 
 
 if TYPE_CHECKING:

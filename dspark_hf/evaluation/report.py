@@ -10,9 +10,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..figure_files import check_can_plot
-from ..model_names import shown_name
-from ..text_files import write_text
+from ..common.files import shown_name, write_text
+from ..common.plots import check_can_plot
 from .drafters import PLAIN
 from .intervals import Interval
 from .plots import acceptance_plot, length_plot, reliability_plot, speedup_plot, threshold_plot

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..json_values import json_values
+from ..common.files import json_values
 from .drafters import PLAIN, LoadedDrafter
-from .figures import (
-    ALL,
+from .evaluate import Settings
+from .intervals import Interval
+from .record import Run
+from .statistics import (
     ConfidenceFigures,
     DrafterFigures,
     LengthSpeedup,
@@ -25,10 +27,7 @@ from .figures import (
     speedup_by_length,
     worst_decile,
 )
-from .intervals import Interval
-from .running import Settings
-from .runs import Run
-from .tasks import TaskData
+from .tasks import ALL, TaskData
 
 
 @dataclass(frozen=True)

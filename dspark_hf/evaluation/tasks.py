@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..prompts import BUILTIN_PROMPTS, read_prompt_rows, row_prompt
+from ..common.prompts import BUILTIN_PROMPTS, read_prompt_rows, row_prompt
 
 
 BUILTIN = "builtin"

@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dspark_hf import AcceptanceStats, DSparkConfig, DSparkDraftModel
 from dspark_hf._compat import CACHE_KEY
-from dspark_hf.target_probe import NUM_TOKENS
+from dspark_hf.drafts.target_probe import NUM_TOKENS
 from tests.closeness import assert_close
 from tests.helpers import VOCAB_SIZE, tiny_target
 

@@ -19,16 +19,9 @@ from transformers import (
     TextStreamer,
 )
 
-from dspark_hf import (
-    AdaptiveConfidenceCriteria,
-    DSparkGenerateOutput,
-    RowStreamer,
-    batch_rows,
-    collect_rounds,
-    generate_many,
-    packed_target,
-)
+from dspark_hf import AdaptiveConfidenceCriteria, DSparkGenerateOutput, RowStreamer, collect_rounds, generate_many
 from dspark_hf._compat import CACHE_KEY
+from dspark_hf.decoding import packed_runner, streaming
 from tests.closeness import assert_close
 from tests.helpers import character_tokenizer, oracle_draft, random_prompt, tiny_target
 
@@ -471,7 +464,7 @@ def test_a_row_of_padding_is_refused(pair):
 
 def test_more_than_memory_holds_is_refused(pair, monkeypatch):
     target, draft = pair
-    monkeypatch.setattr(packed_target, "_available_bytes", lambda device: 1000)
+    monkeypatch.setattr(packed_runner, "_available_bytes", lambda device: 1000)
     with pytest.raises(MemoryError, match=r"2 rows with up to 6 tokens do not fit into memory .+ `max_batch`"):
         target.generate(**batch(3, 6), assistant_model=draft, max_new_tokens=4)
 
@@ -485,4 +478,4 @@ def test_a_split_target_is_refused(pair, monkeypatch):
 
 def test_one_streamer_cannot_take_a_batch():
     with pytest.raises(ValueError, match=r"a streamer for each row, got one TextStreamer for 2 rows"):
-        batch_rows.row_sink(TextStreamer(character_tokenizer()), 2)
+        streaming.row_sink(TextStreamer(character_tokenizer()), 2)

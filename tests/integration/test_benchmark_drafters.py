@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark_hf.train_draft import DraftArguments
+from dspark_hf.training.run import DraftArguments
 from tests.integration.test_training_resume import target_without_mask
 from tests.training_support import greedy_sequences, word_tokenizer, words
 

@@ -8,10 +8,10 @@ import typer
 from typer.testing import CliRunner
 
 from dspark_hf.cli import app
-from dspark_hf.cli.generating import _print_comparison
+from dspark_hf.cli.compare import _print_comparison
 from dspark_hf.cli.options import errors_in_words
-from dspark_hf.comparison import Generation, PromptComparison
-from dspark_hf.prompts import Prompt
+from dspark_hf.common.prompts import Prompt
+from dspark_hf.evaluation.compare import Generation, PromptComparison
 from tests.helpers import oracle_draft, tiny_target
 from tests.integration.support import letter_tokenizer
 

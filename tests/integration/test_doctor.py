@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.checkpoints.convert import convert_draft
-from dspark_hf.cli.diagnosing import doctor_command
-from dspark_hf.data import TrainingSequence
+from dspark_hf.cli.doctor import doctor_command
+from dspark_hf.common.chat_tokens import encode_messages
+from dspark_hf.common.prompts import Prompt
 from dspark_hf.doctor import ADVICE, FAULT, diagnose
 from dspark_hf.doctor.diagnosis import NUM_PROBE_TOKENS
-from dspark_hf.prepare import encode_messages
-from dspark_hf.prompts import Prompt
+from dspark_hf.export.convert import convert_draft
+from dspark_hf.training.dataset import TrainingSequence
 from tests.closeness import assert_close
 from tests.helpers import oracle_draft, random_draft, tiny_target
 from tests.training_support import peaked, trainer_for, word_tokenizer, words

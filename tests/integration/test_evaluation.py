@@ -19,17 +19,11 @@ from transformers import (
 from typer.testing import CliRunner
 
 from dspark_hf import collect_rounds
-from dspark_hf.cli import app, evaluating
+from dspark_hf.cli import app
+from dspark_hf.cli import evaluate as evaluating
 from dspark_hf.evaluation.drafters import check_names, load_drafters, parse_drafter
-from dspark_hf.evaluation.running import (
-    RUNS_FILE,
-    evaluate,
-    num_answers,
-    settings_for,
-    warm_up,
-    weights_fingerprint,
-)
-from dspark_hf.evaluation.runs import Observer
+from dspark_hf.evaluation.evaluate import RUNS_FILE, evaluate, num_answers, settings_for, warm_up, weights_fingerprint
+from dspark_hf.evaluation.record import Observer
 from dspark_hf.evaluation.summary import summarize_runs
 from dspark_hf.evaluation.tasks import load_tasks
 from tests.eagle3_support import oracle_eagle3

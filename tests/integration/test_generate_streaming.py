@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, TextIteratorStreamer, TextStreamer
 
 from dspark_hf import RowStreamer
-from dspark_hf.stream_end import ended_on_failure
+from dspark_hf.decoding.stream_end import ended_on_failure
 from tests.helpers import random_draft, random_prompt
 from tests.integration.support import (
     ForwardCounter,

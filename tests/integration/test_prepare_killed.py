@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from dspark_hf.prepare import PrepareSettings, PromptRow, write_answers
-from dspark_hf.row_generation import SamplingSettings
+from dspark_hf.training.answer_engine import SamplingSettings
+from dspark_hf.training.answers import PrepareSettings, PromptRow, write_answers
 from tests.helpers import tiny_target
 from tests.training_support import word_tokenizer, words
 

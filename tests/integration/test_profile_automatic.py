@@ -13,8 +13,10 @@ import pytest
 import torch
 from huggingface_hub import constants as hub_constants
 
-from dspark_hf import DSparkDraftModel, profiling
-from dspark_hf.profiling import FILE_NAME, SWITCH, RoundTimeProfile, measure_profile, profile_for, profile_path
+from dspark_hf import DSparkDraftModel
+from dspark_hf.profiling import RoundTimeProfile, measure_profile, profile_for, profile_path
+from dspark_hf.profiling import profile as profiling
+from dspark_hf.profiling.profile import FILE_NAME, SWITCH
 from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target
 from tests.integration.support import ForwardCounter, captured_log
 
@@ -174,7 +176,7 @@ def test_a_target_that_cannot_be_measured_is_tried_once(pair, monkeypatch):
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(target, "forward", broken)
-    with captured_log("transformers.dspark_hf.profiling") as messages:
+    with captured_log("transformers.dspark_hf.profiling.profile") as messages:
         assert profile_for(target, draft, 64) is None
         assert profile_for(target, draft, 64) is None
     assert tried == [(1, 128)]
@@ -184,7 +186,7 @@ def test_a_target_that_cannot_be_measured_is_tried_once(pair, monkeypatch):
 
 
 def test_a_measurement_is_announced_at_info_level(pair):
-    name = "transformers.dspark_hf.profiling"
+    name = "transformers.dspark_hf.profiling.profile"
     with captured_log(name) as messages:
         logging.getLogger(name).setLevel(logging.INFO)
         profile_for(*pair, 64)

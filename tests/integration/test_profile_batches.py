@@ -9,19 +9,13 @@ from huggingface_hub import constants as hub_constants
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from dspark_hf import (
-    DSparkDraftModel,
-    RoundTimeProfile,
-    SPSCurve,
-    collect_rounds,
-    decoding,
-    measure_profile,
-    measured_rounds,
-    profiling,
-)
-from dspark_hf.cli import app, tuning
-from dspark_hf.measuring import batch_points, measure_curves
-from dspark_hf.profiling import SWITCH, profile_for, profile_path
+from dspark_hf import DSparkDraftModel, RoundTimeProfile, SPSCurve, collect_rounds, integration, measure_profile
+from dspark_hf.cli import app
+from dspark_hf.cli import profile as tuning
+from dspark_hf.profiling import profile as profiling
+from dspark_hf.profiling import profile_for, profile_path, timed_rounds
+from dspark_hf.profiling.measure import batch_points, measure_curves
+from dspark_hf.profiling.profile import SWITCH
 from tests.helpers import (
     character_tokenizer,
     oracle_draft,
@@ -55,7 +49,7 @@ def test_times_of_a_batch(monkeypatch, pair):
     """A clock that the models push on: a pass of B tokens takes 1 + B / 8 s, drafting 1/4 s and 1/16 s a row."""
     target, draft = pair
     now, batches = [0.0], []
-    monkeypatch.setattr(measured_rounds, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timed_rounds, "perf_counter", lambda: now[0])
 
     def verify(module, args, kwargs):
         batches.append(kwargs["input_ids"].shape[1])
@@ -110,7 +104,7 @@ def test_a_call_schedules_by_the_times_of_its_batch(monkeypatch):
         asked.append(num_requests)
         return None
 
-    monkeypatch.setattr(decoding, "profile_for", spy)
+    monkeypatch.setattr(integration, "profile_for", spy)
     target.generate(prompt, assistant_model=draft, do_sample=False, max_new_tokens=40)
     assert asked == [3]
 
@@ -127,8 +121,8 @@ def test_what_a_verified_token_costs_decides(monkeypatch, cost, sends):
         def curve(self, length):
             return curve
 
-    monkeypatch.setattr(decoding, "profile_for", lambda *_: Profile())
-    monkeypatch.setattr("dspark_hf.drafting_history.RoundTimes.observe", lambda *_: None)  # only the prior counts
+    monkeypatch.setattr(integration, "profile_for", lambda *_: Profile())
+    monkeypatch.setattr("dspark_hf.scheduling.live_curve.RoundTimes.observe", lambda *_: None)  # only the prior counts
     prompts = torch.cat([random_prompt(6, seed=row) for row in range(3)])
     with collect_rounds() as stats:
         target.generate(prompts, assistant_model=draft, do_sample=False, max_new_tokens=40)

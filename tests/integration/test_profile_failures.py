@@ -9,8 +9,10 @@ import pytest
 import torch
 from huggingface_hub import constants as hub_constants
 
-from dspark_hf import DSparkDraftModel, measured_rounds, profiling
-from dspark_hf.profiling import FILE_NAME, SWITCH, profile_for, profile_path
+from dspark_hf import DSparkDraftModel
+from dspark_hf.profiling import profile as profiling
+from dspark_hf.profiling import profile_for, profile_path, timed_rounds
+from dspark_hf.profiling.profile import FILE_NAME, SWITCH
 from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target
 from tests.integration.support import captured_log
 
@@ -33,7 +35,7 @@ def pair():
 
 def call(target, draft, **kwargs):
     """The text of a call, and what it warned of round times."""
-    with captured_log("transformers.dspark_hf.profiling") as messages:
+    with captured_log("transformers.dspark_hf.profiling.profile") as messages:
         text = target.generate(random_prompt(9), assistant_model=draft, **(GREEDY | kwargs))
     return text, messages
 
@@ -101,7 +103,7 @@ def test_everything_is_as_before_after_a_failure(num_rows, training):
         ]
 
     before, random_before = state(), torch.get_rng_state()
-    with captured_log("transformers.dspark_hf.profiling") as messages:
+    with captured_log("transformers.dspark_hf.profiling.profile") as messages:
         assert profile_for(target, draft, 64, num_rows) is None
     assert len(messages) == 1
     assert state() == before
@@ -117,7 +119,7 @@ def test_an_attention_that_is_replaced_by_half_is_put_back(monkeypatch):
         right(self, name)
         raise ImportError("a kernel package is missing")
 
-    with monkeypatch.context() as patch, captured_log("transformers.dspark_hf.profiling") as messages:
+    with monkeypatch.context() as patch, captured_log("transformers.dspark_hf.profiling.profile") as messages:
         patch.setattr(type(target), "set_attn_implementation", half)
         assert profile_for(target, draft, 64, num_requests=2) is None
     assert len(messages) == 1
@@ -174,7 +176,7 @@ def test_a_cache_folder_that_cannot_be_written(pair, tmp_path, monkeypatch, wher
     else:
         profile_path(target, draft).mkdir(parents=True)
         (profile_path(target, draft) / "taken").write_text("")
-    with captured_log("transformers.dspark_hf.profiling") as messages:
+    with captured_log("transformers.dspark_hf.profiling.profile") as messages:
         profile = profile_for(target, draft, 64)
         assert profile_for(target, draft, 64) is profile is not None
     kept = [message for message in messages if "could not be kept" in message]
@@ -222,7 +224,7 @@ def test_a_clock_that_is_of_no_use(pair, monkeypatch, clock):
         now[0] += {"stands still": 0.0, "runs backwards": -0.5, "jumps": -3600.0 if int(now[0]) % 2 else 0.25}[clock]
         return now[0]
 
-    monkeypatch.setattr(measured_rounds, "perf_counter", read)
+    monkeypatch.setattr(timed_rounds, "perf_counter", read)
     target, draft = pair
     text, messages = call(target, draft)
     assert torch.equal(text, target.generate(random_prompt(9), **GREEDY))

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.cli import app
-from dspark_hf.model_sources import looks_like_path
-from dspark_hf.target_loading import find_target, load_target_model
+from dspark_hf.common.model_sources import looks_like_path
+from dspark_hf.drafts.target_loading import find_target, load_target_model
 from tests.helpers import VOCAB_SIZE, random_draft, tiny_target
 from tests.integration.support import captured_log
 from tests.integration.test_targets_multimodal import image_text_target
@@ -436,7 +436,7 @@ def test_adapters_that_are_no_weights_or_of_another_model(adapter, pair, tmp_pat
 
 
 def test_an_adapter_without_peft(adapter, pair, monkeypatch):
-    monkeypatch.setattr("dspark_hf.target_loading.is_peft_available", lambda: False)
+    monkeypatch.setattr("dspark_hf.drafts.target_loading.is_peft_available", lambda: False)
     message = refused("generate", TEXT, "--target", adapter[0], "--draft", pair[1])
     assert "PEFT is not installed: pip install peft" in message
 

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel, Qwen3ForCausalLM
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf._compat import CACHE_KEY
-from dspark_hf.target_probe import Closeness
+from dspark_hf.drafts.target_probe import Closeness
 from tests.helpers import random_draft, random_prompt, tiny_target
 from tests.integration.support import ForwardCounter, StreamerSpy, draft_config_for, lively_target, scripted_draft
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dspark_hf.cli import app, calibrating, generating
+from dspark_hf.cli import app, calibrate, compare
+from dspark_hf.common.thinking import choose_thinking, has_thinking_switch, thinks_by_default, with_thinking
 from dspark_hf.demo.session import Pair, Session
 from dspark_hf.demo.settings import Limits, RunSettings
-from dspark_hf.thinking import choose_thinking, has_thinking_switch, thinks_by_default, with_thinking
 from tests.helpers import oracle_draft, random_draft, tiny_target
 from tests.integration.support import captured_log
 from tests.training_support import word_tokenizer, words
@@ -126,7 +126,7 @@ def test_generate(draft, options, expected, folders):
 @pytest.mark.parametrize(("draft", "options", "expected"), CASES)
 @pytest.mark.parametrize("command", ["compare", "calibrate"])
 def test_compare_and_calibrate(command, draft, options, expected, folders, tmp_path, monkeypatch):
-    seen, module = [], {"compare": generating, "calibrate": calibrating}[command]
+    seen, module = [], {"compare": compare, "calibrate": calibrate}[command]
     original = getattr(module, command)
 
     def spy(target, draft, tokenizer, *arguments, **named):

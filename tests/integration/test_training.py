@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from dspark_hf import DSparkDraftModel, collect_rounds
-from dspark_hf.data import SequenceDataset
-from dspark_hf.feature_cache import FeatureCache
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
-from dspark_hf.warm_start import copy_target_head
+from dspark_hf.training.dataset import SequenceDataset
+from dspark_hf.training.feature_cache import FeatureCache
+from dspark_hf.training.warm_start import copy_target_head
 from tests.closeness import TRAINED, assert_close
 from tests.helpers import random_draft, tiny_target
 from tests.training_support import StopAt, greedy_sequences, losses, peaked, trainer_for

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.train_draft import DraftArguments, new_draft
-from dspark_hf.warm_start import reduce_vocabulary
+from dspark_hf.training.run import DraftArguments, new_draft
+from dspark_hf.training.warm_start import reduce_vocabulary
 from tests.closeness import assert_close
 from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target, uncached_block
 from tests.training_support import greedy_sequences, word_tokenizer

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.data import SequenceDataset, TrainingSequence
-from dspark_hf.training_checks import last_checkpoint
+from dspark_hf.training.checks import last_checkpoint
+from dspark_hf.training.dataset import SequenceDataset, TrainingSequence
 from tests.helpers import random_draft, rewrite, tiny_target
 from tests.training_support import greedy_sequences, losses, trainer_for
 

@@ -12,16 +12,12 @@ import pytest
 import torch
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.blocks import label_blocks
-from dspark_hf.data import SequenceDataset, TargetFeatures, TrainingSequence, collate, target_features
-from dspark_hf.pairing import TargetBinding
-from dspark_hf.training import (
-    BlockObjective,
-    DSparkTrainer,
-    DSparkTrainingArguments,
-    EpochLengthSampler,
-    draft_blocks,
-)
+from dspark_hf.drafts.target_binding import TargetBinding
+from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
+from dspark_hf.training.blocks import label_blocks
+from dspark_hf.training.dataset import SequenceDataset, TargetFeatures, TrainingSequence, collate, target_features
+from dspark_hf.training.objective import BlockObjective, draft_blocks
+from dspark_hf.training.trainer import EpochLengthSampler
 from tests.closeness import assert_close
 from tests.helpers import random_draft, random_prompt, tiny_config, tiny_target
 from tests.training_support import trainer_for

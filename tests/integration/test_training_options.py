@@ -4,8 +4,8 @@
 import pytest
 from huggingface_hub import constants as hub_constants
 
-from dspark_hf.train_draft import DataArguments, DraftArguments, train_draft
 from dspark_hf.training import DSparkTrainingArguments
+from dspark_hf.training.run import DataArguments, DraftArguments, train_draft
 from tests.helpers import random_draft, tiny_target
 from tests.training_support import greedy_sequences, losses, trainer_for, word_tokenizer
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dspark_hf.data import SequenceDataset, TrainingSequence
-from dspark_hf.train_draft import DataArguments, DraftArguments, train_draft
 from dspark_hf.training import DSparkTrainingArguments
+from dspark_hf.training.dataset import SequenceDataset, TrainingSequence
+from dspark_hf.training.run import DataArguments, DraftArguments, train_draft
 from tests.closeness import TRAINED, assert_close
 from tests.helpers import random_draft, random_prompt
 from tests.integration.test_training_resume import DRAFT, target_without_mask

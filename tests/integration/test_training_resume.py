@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf import train_draft as module
-from dspark_hf.train_draft import DataArguments, DraftArguments, new_draft, read_sequences, train_draft
 from dspark_hf.training import DSparkTrainingArguments
+from dspark_hf.training import run as module
+from dspark_hf.training.run import DataArguments, DraftArguments, new_draft, read_sequences, train_draft
 from tests.closeness import TRAINED, assert_close
 from tests.helpers import tiny_target
 from tests.integration.support import captured_log

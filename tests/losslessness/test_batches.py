@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import LogitsProcessorList
 
-from dspark_hf import SPSCurve, collect_rounds, generate_many, stopping_criteria
+from dspark_hf import SPSCurve, collect_rounds, generate_many
+from dspark_hf.decoding import criterion
 from tests.helpers import TARGET_KINDS, oracle_draft, random_prompt, spread_confidence, tiny_target
 from tests.losslessness.distributions import ALPHA, chi_square_p_value, exact_texts, sampling_pair
 
@@ -109,7 +110,7 @@ def test_answers_of_many_prompts_are_theirs_alone(kind, schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_sampled_rows_follow_the_target(schedule, monkeypatch):
     """Texts of three prompts in one batch, some of which end early, against their exact probabilities."""
-    monkeypatch.setattr(stopping_criteria, "UNMEASURED", SPSCurve.linear(1e-4, 1e-3))  # drafting pays for hundreds
+    monkeypatch.setattr(criterion, "UNMEASURED", SPSCurve.linear(1e-4, 1e-3))  # drafting pays for hundreds
     target, draft = sampling_pair(0.5, noise=0.5)
     spread_confidence(draft)
     draft.generation_config.num_assistant_tokens_schedule = schedule

@@ -26,9 +26,9 @@ from transformers import (
 )
 from transformers.generation import GenerationMixin
 
-import dspark_hf.drawing as drawing
 from dspark_hf import DraftProposal, collect_rounds, integration
-from dspark_hf.eagle3 import Eagle3CandidateGenerator
+from dspark_hf.decoding import drawing
+from dspark_hf.decoding.eagle3_drafter import Eagle3CandidateGenerator
 from tests.closeness import SAFE_LEAD, assert_close
 from tests.eagle3_support import oracle_eagle3, random_eagle3, uncached_chain
 from tests.helpers import random_prompt, tiny_target

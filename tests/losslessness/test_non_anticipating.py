@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers import StoppingCriteriaList
 
-from dspark_hf import AdaptiveConfidenceCriteria, RoundRecord, sampling
+from dspark_hf import AdaptiveConfidenceCriteria, RoundRecord
+from dspark_hf.decoding import verification
+from dspark_hf.decoding.criterion import SCHEDULES, DraftingOptions, scheduler_for
 from dspark_hf.scheduling import (
     CapacityScheduler,
     LookaheadScheduler,
@@ -22,7 +24,6 @@ from dspark_hf.scheduling import (
     SPSCurve,
     ThresholdScheduler,
 )
-from dspark_hf.stopping_criteria import SCHEDULES, DraftingOptions, scheduler_for
 from tests.closeness import assert_close
 from tests.helpers import oracle_draft, random_prompt, tiny_target
 
@@ -38,7 +39,7 @@ def acceptance_probability(monkeypatch, token: int) -> float:
     with monkeypatch.context() as patch:
         patch.setattr(torch, "rand_like", lambda like: grid[:, None])
         rows = (grid.shape[0], 1, 2)
-        accepted = sampling.accept_drafts(
+        accepted = verification.accept_drafts(
             torch.full(rows[:2], token), P.log().expand(rows), Q.log().expand(rows), do_sample=True
         )
     return float(accepted.float().mean())
@@ -54,7 +55,7 @@ def bonus_probabilities(monkeypatch, rejected: bool) -> torch.Tensor:
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "multinomial", capture)
-        sampling.select_bonus(P.log()[None], Q.log()[None] if rejected else None, do_sample=True)
+        verification.select_bonus(P.log()[None], Q.log()[None] if rejected else None, do_sample=True)
     return weights[0]
 
 

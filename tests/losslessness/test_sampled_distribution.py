@@ -27,8 +27,8 @@ from transformers import (
 from transformers.generation import MinPLogitsWarper
 
 from dspark_hf import DSparkCandidateGenerator, collect_rounds
-from dspark_hf.candidate_generator import DraftProposal
-from dspark_hf.sampling import accept_drafts, select_bonus, verify_block
+from dspark_hf.decoding.drafter import DraftProposal
+from dspark_hf.decoding.verification import accept_drafts, select_bonus, verify_block
 from tests.helpers import spread_confidence
 from tests.losslessness.distributions import (
     ALPHA,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every scheduler but the search for greedy decoding keeps the target's distribution.
 
-Exact, by enumeration: all drafts of a block, what the scheduler sends of each, and what `sampling` accepts. The search
+Exact, by enumeration: all drafts of a block, what the scheduler sends of each, and what is accepted. The search
 over all counts, which does look ahead, shows that the tests would notice.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from dspark_hf import sampling
+from dspark_hf.decoding import verification
 from dspark_hf.scheduling import (
     CapacityScheduler,
     FixedScheduler,
@@ -169,7 +169,7 @@ def test_search_without_early_stop_changes_the_distribution(monkeypatch, past):
 
 @dataclass(frozen=True)
 class Pair:
-    """p, q and confidences of one request, for every text so far; and what `sampling` makes of them."""
+    """p, q and confidences of one request, for every text so far; and what `verification` makes of them."""
 
     vocab_size: int
     num_slots: int
@@ -214,7 +214,7 @@ def acceptance(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
         for _ in range(24):
             middle = (low + high) / 2
             patch.setattr(torch, "rand_like", lambda like, middle=middle: middle)
-            accepted = sampling.accept_drafts(ids, *logits, do_sample=True)
+            accepted = verification.accept_drafts(ids, *logits, do_sample=True)
             low, high = torch.where(accepted, middle, low), torch.where(accepted, high, middle)
     return ((low + high) / 2).double().view(num_texts, vocab_size)
 
@@ -229,7 +229,7 @@ def residuals(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "multinomial", capture)
-        sampling.select_bonus(target.log().float(), draft.log().float(), do_sample=True)
+        verification.select_bonus(target.log().float(), draft.log().float(), do_sample=True)
     return torch.nn.functional.normalize(drawn_from[0].double(), p=1, dim=-1)
 
 

@@ -85,7 +85,7 @@ def their_block(folder: str, text: torch.Tensor, context: torch.Tensor) -> dict[
 def record(case: str, folder: Path) -> float:
     """Write one case into `folder`; returns how far the package's numbers are from ours, in units of rounding."""
     from dspark_hf import DSparkDraftModel
-    from dspark_hf.checkpoints.convert import convert_draft
+    from dspark_hf.export.convert import convert_draft
     from tests.closeness import tolerance_of
     from tests.helpers import random_draft, random_prompt, spread_confidence, tiny_target, uncached_block
 

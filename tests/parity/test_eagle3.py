@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from dspark_hf import collect_rounds
-from dspark_hf.eagle3 import Eagle3CandidateGenerator, Eagle3DraftModel
+from dspark_hf.decoding.eagle3_drafter import Eagle3CandidateGenerator
+from dspark_hf.drafts.modeling_eagle3 import Eagle3DraftModel
 from tests.closeness import assert_close
 from tests.eagle3_support import uncached_chain
 from tests.parity.golden import GOLDEN, check_decoding

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.checkpoints.convert import convert_draft
+from dspark_hf.export.convert import convert_draft
 from tests.closeness import assert_close, assert_differs
 from tests.helpers import uncached_block
 from tests.parity.golden import GOLDEN

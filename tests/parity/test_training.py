@@ -7,11 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dspark_hf import objective
-from dspark_hf.blocks import label_blocks
-from dspark_hf.data import TargetFeatures, target_features
-from dspark_hf.losses import LossWeights
-from dspark_hf.objective import BlockObjective, draft_blocks
+from dspark_hf.training import objective
+from dspark_hf.training.blocks import label_blocks
+from dspark_hf.training.dataset import TargetFeatures, target_features
+from dspark_hf.training.losses import LossWeights
+from dspark_hf.training.objective import BlockObjective, draft_blocks
 from tests.closeness import TRAINED, assert_close
 from tests.parity.golden import GOLDEN, load_pair
 

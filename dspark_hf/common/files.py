@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small files that are written whole or not at all, and what stands in them. Imports the standard library only."""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Write a file in one step: a reader finds the old contents or the new ones, whoever else writes at the same time.
+
+    Args:
+        path (`str` or `os.PathLike`): File, in a folder that exists.
+        text (`str`): Its contents, written as UTF-8.
+
+    Raises:
+        OSError: If it cannot be written; nothing is left behind.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def json_values(value: Any) -> Any:
+    """Put `None` in the place of infinity and of what is not a number: JSON has no word for them.
+
+    Args:
+        value (`Any`): Dicts, lists and tuples of plain values, at any depth.
+
+    Returns:
+        `Any`: the same, with lists for tuples.
+
+    Example:
+        >>> json_values({"rate": float("nan"), "counts": (1, 2)})
+        {'rate': None, 'counts': [1, 2]}
+    """
+    if isinstance(value, dict):
+        return {name: json_values(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_values(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def shown_name(name: str) -> str:
+    """A folder's own name without the path to it, which is nobody else's business; any other name as it is.
+
+    Args:
+        name (`str`): Folder or Hub id.
+
+    Returns:
+        `str`
+    """
+    return Path(name).name if Path(name).is_dir() else name

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What passes between the decoding loop and its drafting half: proposals one way, committed context the other.
+
+Legend: R requests, N tokens of a pass of the target, k drafts, m captured layers, d hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import LogitsProcessorList
+
+from ..common.records import RoundRecord
+from ..scheduling.curve import SPSCurve
+
+
+@dataclass(frozen=True)
+class DraftProposal:
+    """What a round sends to verification for one request.
+
+    Args:
+        token_ids (`torch.LongTensor` of shape `(1, k)`): Drafts, k >= 0, on the device of the text.
+        draft_logits (`torch.Tensor` of shape `(1, k, V)`, *optional*):
+            Exactly the logits the drafts were sampled from, fp32; `None` when greedy.
+        confidence (`tuple[float, ...]`): c of every slot drafted, cut ones included; empty without a confidence head.
+        drafted (`bool`): Whether a block was drafted; `False` where drafting does not pay or no draft could be kept.
+    """
+
+    token_ids: torch.Tensor
+    draft_logits: torch.Tensor | None = None
+    confidence: tuple[float, ...] = ()
+    drafted: bool = True
+
+
+@dataclass(frozen=True)
+class ContextSpan:
+    """The committed tokens of one request in a pass of the target, its new anchor excluded.
+
+    Args:
+        request (`int`): Index of the request among those that run.
+        rows (`slice`): Its rows of the hidden states, n of them.
+        positions (`torch.LongTensor` of shape `(1, n + 1)`): Positions in its text, the anchor's last.
+        keep (`torch.BoolTensor` of shape `(n,)`, *optional*): `False` where a prompt is padded; `None`: nowhere.
+    """
+
+    request: int
+    rows: slice
+    positions: torch.Tensor
+    keep: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class CommittedContext:
+    """What a pass of the target leaves for the draft to read.
+
+    Args:
+        hidden_states (`tuple[torch.Tensor]`): By layer, each `(1, N, d)`; `None` for layers that were not asked for.
+        spans (`tuple[ContextSpan, ...]`): One for each request that goes on.
+    """
+
+    hidden_states: tuple[torch.Tensor | None, ...]
+    spans: tuple[ContextSpan, ...]
+
+
+class Drafter(Protocol):
+    """The drafting half of a call, for all its requests."""
+
+    @property
+    def model_kwargs_overrides(self) -> dict[str, Any]:
+        """Keyword arguments of the target's forward: what the draft reads of it."""
+
+    @property
+    def needs_curve(self) -> bool:
+        """Whether measured round times would change what is drafted."""
+
+    def use_curve(self, curve: SPSCurve) -> None:
+        """Schedule by measured round times."""
+
+    def check_hidden_states(self, hidden_states: tuple[torch.Tensor, ...] | None) -> None:
+        """Refuse a target that does not return what the draft reads."""
+
+    def add_requests(self, processors: Sequence[LogitsProcessorList]) -> None:
+        """Let more requests join, behind the present ones."""
+
+    def keep_requests(self, requests: Sequence[int]) -> None:
+        """Forget all other requests."""
+
+    def propose(
+        self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None = None, others_wait: bool = False
+    ) -> list[DraftProposal]:
+        """Draft after each text, its anchor last, no more tokens than it may still grow by."""
+
+    def read(self, context: CommittedContext) -> None:
+        """Take in what the target made of committed tokens."""
+
+    def observe(self, records: Sequence[RoundRecord]) -> None:
+        """Learn from a finished round."""

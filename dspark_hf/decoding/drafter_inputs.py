@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every kind of draft does alike around its own passes: knobs, captured states, vocabularies, ends of text.
+
+Legend: c context tokens, k drafts, m captured layers, d hidden, V target vocabulary, D draft vocabulary (= V unless
+reduced).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from .._compat import LIBRARY_DEFAULTS
+from ..drafts.position_limits import PositionLimits
+from .drafter import CommittedContext, ContextSpan
+
+
+def chosen_knob(name: str, draft_config: GenerationConfig, call_config: GenerationConfig | None) -> Any:
+    """A drafting knob: the call's own value, else that of the draft's `generation_config`.
+
+    transformers merges 20 tokens, threshold 0.4 and "constant" into every call, so those values of the call are
+    nobody's choice and count as unset; on the draft every value counts.
+
+    Args:
+        name (`str`): Name of the field.
+        draft_config (`GenerationConfig`): `draft.generation_config`.
+        call_config (`GenerationConfig`, *optional*): The call's merged config.
+
+    Returns:
+        The value, `None` where nobody chose one.
+    """
+    call_value = getattr(call_config, name, None)
+    if call_value is not None and call_value != LIBRARY_DEFAULTS.get(name):
+        return call_value
+    return getattr(draft_config, name, None)
+
+
+def end_token_ids(generation_config: GenerationConfig) -> frozenset[int]:
+    """The tokens that end a text of a call.
+
+    Args:
+        generation_config (`GenerationConfig`): The call's prepared config.
+
+    Returns:
+        `frozenset[int]`
+    """
+    eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
+    return frozenset(eos_token_id.flatten().tolist() if eos_token_id is not None else ())
+
+
+def length_to_end(token_ids: Sequence[int], end_ids: frozenset[int]) -> int:
+    """Drafts up to the first that ends the text: nothing is kept after an accepted one.
+
+    Args:
+        token_ids (`Sequence[int]`): Drafts.
+        end_ids (`frozenset[int]`): Tokens that end a text.
+
+    Returns:
+        `int`
+    """
+    return next((slot + 1 for slot, token in enumerate(token_ids) if token in end_ids), len(token_ids))
+
+
+def drafts_within(limits: PositionLimits, most: int, text: torch.Tensor, anchor_position: torch.Tensor) -> int:
+    """`most` drafts, or as many as the target's positions allow.
+
+    Args:
+        limits (`PositionLimits`): The target's.
+        most (`int`): Drafts that are wanted at most.
+        text (`torch.LongTensor` of shape `(1, s)`): The text, padding included, the anchor last.
+        anchor_position (`torch.LongTensor` of shape `(1, 1)`): Its position in the text, padding left out.
+
+    Returns:
+        `int`
+    """
+    if limits == PositionLimits() or most < 1:
+        return most
+    # Some targets go by the position, some by the length of the padded text.
+    allowed = (limits.most_drafts(length) for length in (text.shape[1], int(anchor_position) + 1))
+    return min([most, *(count for count in allowed if count is not None)])
+
+
+def check_hidden_states(
+    hidden_states: tuple[torch.Tensor, ...] | None, layer_ids: Sequence[int], width: int, target: str, kind: str
+) -> None:
+    """Check that the target returned the hidden states a draft reads.
+
+    Args:
+        hidden_states (`tuple[torch.Tensor]`, *optional*): The target's, indexed by layer.
+        layer_ids (`Sequence[int]`): `target_layer_ids` of the draft.
+        width (`int`): d.
+        target (`str`): Name of the target's class.
+        kind (`str`): Kind of draft.
+
+    Raises:
+        ValueError: If they are missing, or not of shape `(1, tokens, d)`.
+    """
+    known = hidden_states or ()
+    captured = [known[i + 1] if i + 1 < len(known) else None for i in layer_ids]
+    if any(states is None for states in captured):
+        returned = f"those of {len(known) - 1} layers" if known else "none"
+        raise ValueError(
+            f"{target} returned no hidden states for `target_layer_ids` {list(layer_ids)}, which {kind} drafts need, "
+            f"but {returned}. Its forward must honour `output_hidden_states`, one entry for each layer of its config."
+        )
+    for states in captured:
+        if states.ndim != 3 or states.shape[-1] != width:
+            raise ValueError(
+                f"{target} returned hidden states of {states.ndim} dimensions and shape {tuple(states.shape)}, and "
+                f"{kind} drafts read (1, tokens, {width}). This target cannot have one."
+            )
+
+
+def captured_states(
+    hidden_states: tuple[torch.Tensor, ...],
+    layer_ids: Sequence[int],
+    num_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The layers that a draft reads, side by side.
+
+    Args:
+        hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; each `(1, >= num_tokens, d)`.
+        layer_ids (`Sequence[int]`): `target_layer_ids` of the draft.
+        num_tokens (`int`): Leading tokens to take.
+        device (`torch.device`): Of the draft.
+        dtype (`torch.dtype`): Of the draft.
+
+    Returns:
+        `torch.Tensor` of shape `(1, num_tokens, m * d)`.
+    """
+    return torch.cat([hidden_states[i + 1][:, :num_tokens].to(device, dtype) for i in layer_ids], dim=-1)
+
+
+def context_of_one(
+    hidden_states: tuple[torch.Tensor, ...],
+    num_tokens: int,
+    model_kwargs: dict[str, Any],
+    num_before: int,
+    is_prompt: bool,
+) -> CommittedContext:
+    """The committed tokens of a pass over one request.
+
+    Args:
+        hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; each `(1, >= num_tokens, d)`.
+        num_tokens (`int`): Leading rows that were committed: c.
+        model_kwargs (`dict[str, Any]`): Keyword arguments of the target's forward, grown to the anchor.
+        num_before (`int`): Tokens before them, where the target has no positions: only differences matter.
+        is_prompt (`bool`): Whether they are the prompt, which may be padded on the left.
+
+    Returns:
+        [`CommittedContext`]
+    """
+    position_ids, mask, keep = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask"), None
+    if position_ids is None:
+        positions = torch.arange(num_before, num_before + num_tokens + 1)[None]
+    else:  # of three dimensions, text positions come first, then the rows of multimodal RoPE
+        positions = (position_ids[0] if position_ids.ndim == 3 else position_ids)[:1, -num_tokens - 1 :]
+    if is_prompt and mask is not None and mask.ndim == 2:
+        keep = mask[0, -num_tokens - 1 : -1].bool()
+    return CommittedContext(hidden_states, (ContextSpan(0, slice(0, num_tokens), positions, keep),))
+
+
+def num_prompt_tokens(hidden_states: tuple[torch.Tensor | None, ...]) -> int:
+    """Tokens of the pass that hidden states are of.
+
+    Args:
+        hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; `None` where a layer was not kept.
+
+    Returns:
+        `int`
+    """
+    return next(states.shape[1] for states in hidden_states if states is not None)
+
+
+def over_target_vocabulary(
+    logits: torch.Tensor, draft_token_ids: torch.Tensor | None, vocab_size: int
+) -> torch.Tensor:
+    """Spread logits over the target's vocabulary; ids outside a reduced draft vocabulary get probability 0.
+
+    Args:
+        logits (`torch.Tensor` of shape `(..., D)`): Over the draft vocabulary, or over the target's already.
+        draft_token_ids (`torch.LongTensor` of shape `(D,)`, *optional*): Target ids of a reduced vocabulary.
+        vocab_size (`int`): V.
+
+    Returns:
+        `torch.Tensor` of shape `(..., V)`.
+    """
+    if logits.shape[-1] == vocab_size:
+        return logits
+    full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+    full[..., draft_token_ids] = logits
+    return full

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of blocks drawn slot by slot, and the slots that end a block because nothing can be drawn from them.
+
+Two things leave a slot without a distribution: numbers of the draft that are not finite (float16 ends at 65504), and
+a constraint that allows nothing of a reduced draft vocabulary. Ending the block there is lossless under sampling:
+a slot's logits depend on the text and on the drafts before it, never on the slot's own draft or on one after it, and
+no draft before the slot is judged by them.
+
+Legend: R requests, k slots, V target vocabulary, D draft vocabulary (= V unless reduced).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.utils import logging
+
+from .drafter_inputs import over_target_vocabulary
+from .processors import are_rowwise
+from .verification import draw_token
+
+
+logger = logging.get_logger("transformers.dspark_hf.decoding.drawing")
+
+
+@dataclass(frozen=True)
+class DrawnBlocks:
+    """What a round drew.
+
+    Args:
+        token_ids (`torch.LongTensor` of shape `(R, k)`): Target ids; those from `lengths` on mean nothing.
+        draft_logits (`torch.Tensor` of shape `(R, k, D or V)`, *optional*): What they came from; `None` when greedy.
+        lengths (`list[int]`): Leading slots of each request that may be sent.
+        overflowed (`list[bool]`): Whether a request's block ended at logits of the draft that are not finite.
+    """
+
+    token_ids: torch.Tensor
+    draft_logits: torch.Tensor | None
+    lengths: list[int]
+    overflowed: list[bool]
+
+
+class BlockDrawer:
+    """Draws the slots of a round one after the other, for all requests at once.
+
+    Args:
+        texts (`Sequence[torch.LongTensor]` of length R): Each `(1, s)`, the anchor last.
+        processors (`Sequence[LogitsProcessorList]` of length R): The mirrored processors of each request.
+        limits (`Sequence[int]` of length R): Most slots of each request.
+        do_sample (`bool`): Sampling or greedy decoding.
+        vocab_size (`int`): V.
+        draft_token_ids (`torch.LongTensor` of shape `(D,)`, *optional*): Target ids of a reduced draft vocabulary.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[torch.Tensor],
+        processors: Sequence[LogitsProcessorList],
+        limits: Sequence[int],
+        do_sample: bool,
+        vocab_size: int,
+        draft_token_ids: torch.Tensor | None,
+    ):
+        self._texts, self._processors, self._limits = list(texts), processors, list(limits)
+        self._do_sample, self._vocab_size, self._draft_token_ids = do_sample, vocab_size, draft_token_ids
+        self._rowwise = are_rowwise(processors[0])
+        self._open = [limit > 0 for limit in limits]
+        self._tokens: list[torch.Tensor] = []
+        self._rows: list[torch.Tensor] = []
+        self._finite: list[torch.Tensor] = []
+        self._usable: list[torch.Tensor] = []
+
+    @property
+    def has_open_blocks(self) -> bool:
+        """`bool`: Whether any block goes on; known only where processors read the text, `True` otherwise."""
+        return any(self._open)
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """Draw the next slot.
+
+        Args:
+            logits (`torch.Tensor` of shape `(R, D)`): The draft's.
+
+        Returns:
+            `torch.LongTensor` of shape `(R,)`: target ids, valid ones also where a block has ended.
+        """
+        row, finite = self._process(logits)
+        token_ids, usable = draw_token(row, self._do_sample)
+        self._finite.append(usable if finite is None else finite)
+        self._usable.append(usable if finite is None else usable & finite)
+        token_ids = self._to_target_ids(token_ids, row.shape[-1])
+        self._tokens.append(token_ids)
+        if self._do_sample:
+            self._rows.append(row)
+        if not self._rowwise:  # such processors wait for the device anyway
+            slot, flags = len(self._tokens), zip(self._limits, self._open, self._usable[-1].tolist(), strict=True)
+            self._open = [is_open and usable and slot < limit for limit, is_open, usable in flags]
+            added = token_ids.to(self._texts[0].device)
+            self._texts = [torch.cat([text, added[i : i + 1, None]], dim=1) for i, text in enumerate(self._texts)]
+        return token_ids
+
+    def draw_all(self, logits: torch.Tensor) -> None:
+        """Draw all slots at once: greedy, without processors, and where no slot depends on the drafts before it.
+
+        Args:
+            logits (`torch.Tensor` of shape `(R, k, D)`): The draft's.
+        """
+        token_ids, usable = draw_token(logits, do_sample=False)
+        self._tokens = list(self._to_target_ids(token_ids, logits.shape[-1]).unbind(1))
+        self._usable = self._finite = list(usable.unbind(1))
+
+    def _to_target_ids(self, token_ids: torch.Tensor, width: int) -> torch.Tensor:
+        return token_ids if width == self._vocab_size else self._draft_token_ids[token_ids]
+
+    def _process(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Mirrored processors on one slot's logits, over the draft vocabulary where they allow it.
+
+        The second says which rows were finite before, `None` where there are no processors to change that.
+        """
+        processors = self._processors[0]
+        if self._do_sample or processors:
+            row = row.float()
+        if not processors:
+            return row, None
+        finite = torch.isfinite(row.amax(dim=-1))  # NaN and inf win a maximum
+        row.masked_fill_(~finite[:, None], 0.0)  # some processors refuse NaN, others make numbers of it
+        if self._rowwise:  # the same for every request, and they do not read the text
+            return processors(self._texts[0], row), finite
+        parts = over_target_vocabulary(row, self._draft_token_ids, self._vocab_size).split(1)
+        columns = zip(self._processors, self._texts, parts, self._open, strict=True)
+        # A text that goes on after its block has ended is one that a grammar may not know.
+        return torch.cat([own(text, part) if is_open else part for own, text, part, is_open in columns]), finite
+
+    def finish(self) -> DrawnBlocks:
+        """End the round; the one place where the host waits for what was drawn.
+
+        Returns:
+            [`DrawnBlocks`]
+        """
+        stacked = torch.stack([torch.stack(self._usable, dim=1), torch.stack(self._finite, dim=1)])  # [2, R, k]
+        lengths, overflowed = [], []
+        for limit, usable, finite in zip(self._limits, *stacked.tolist(), strict=True):
+            length = next((slot for slot, flag in enumerate(usable[:limit]) if not flag), min(limit, len(usable)))
+            lengths.append(length)
+            overflowed.append(length < min(limit, len(usable)) and not finite[length])
+        draft_logits = torch.stack(self._rows, dim=1) if self._rows else None
+        return DrawnBlocks(torch.stack(self._tokens, dim=1), draft_logits, lengths, overflowed)
+
+
+def warn_not_finite(draft: PreTrainedModel, what: str) -> None:
+    """Say once why blocks end early, and what helps.
+
+    Args:
+        draft (`PreTrainedModel`): The draft.
+        what (`str`): What is not finite: "logits" or "confidences".
+    """
+    dtype = str(draft.dtype).removeprefix("torch.")
+    if draft.dtype == torch.float16:
+        remedy = "float16 ends at 65504. Load the draft in bfloat16 or float32"
+    else:
+        remedy = (
+            "Its weights, or what it reads of the target, are damaged or beyond the range of their dtype: check the "
+            "checkpoint, and load draft and target in bfloat16 or float32"
+        )
+    logger.warning_once(
+        f"The draft computed {what} that are not finite, in {dtype}, so its drafts end there. The target still "
+        "decides every token, so the text is unaffected; but less is gained, or nothing. "
+        f"{remedy} (`from_pretrained(..., dtype=torch.bfloat16)`)."
+    )

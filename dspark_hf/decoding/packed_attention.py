@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention for texts of different lengths whose new tokens lie one after the other in one row ("packed").
+
+Everything but attention works token by token, so a packed pass costs the sum of the tokens, not the number of texts
+times the longest. Attention alone is computed text by text: queries are spread to one row per text, keys and values
+come from a cache with a row per text.
+
+Legend: N packed tokens, A texts in a pass, q the most new tokens of one of them, h heads, e head width, K keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from ..drafts.attention import folded_attention, folded_mask
+
+
+PACKED_ATTENTION = "dspark_packed"
+# What layers hand to attention besides, and what would be lost here.
+CHANGES_SCORES = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
+# Beyond so many queries per text a mask for each head of a group fills the memory, and nothing is gained by it.
+MOST_FOLDED_QUERIES = 64
+
+
+class PackedPass:
+    """Which packed token belongs where in one forward of the target.
+
+    Args:
+        rows (`Sequence[int]` of length A): Cache rows of the texts.
+        starts (`Sequence[int]` of length A): Tokens that each text has in the cache already.
+        counts (`Sequence[int]` of length A): New tokens of each, at least 1.
+        device (`torch.device`): Of the target.
+    """
+
+    def __init__(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], device: torch.device):
+        self.rows, self.starts, self.counts = tuple(rows), tuple(starts), tuple(counts)
+        self.num_queries = max(counts)
+        count = torch.tensor(counts)
+        self._text = torch.arange(len(counts)).repeat_interleave(count).to(device)  # [N], 0 to A - 1
+        self._slot = torch.cat([torch.arange(n) for n in counts]).to(device)  # [N]
+        self._starts = torch.tensor(starts, device=device)
+        self.cache_rows = torch.tensor(rows, device=device)[self._text]  # [N]
+        self.positions = self._starts[self._text] + self._slot  # [N]: in the text, and in its cache row
+        self._spread_from = torch.zeros(len(counts) * self.num_queries, dtype=torch.long, device=device)
+        self._gather_from = self._text * self.num_queries + self._slot  # [N]
+        self._spread_from[self._gather_from] = torch.arange(len(self._text), device=device)  # [A * q]
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._folded_masks: dict[tuple, torch.Tensor] = {}
+
+    @property
+    def last_indices(self) -> torch.Tensor:
+        """`torch.LongTensor` of shape `(A,)`: The last packed token of each text."""
+        return torch.tensor(self.counts, device=self._text.device).cumsum(0) - 1
+
+    @property
+    def longest(self) -> int:
+        """`int`: Tokens of the longest text, the new ones included."""
+        return max(start + count for start, count in zip(self.starts, self.counts, strict=True))
+
+    @property
+    def stand_in_mask(self) -> torch.Tensor:
+        """`torch.BoolTensor` of shape `(1, 1, 1, N)`: Its four dimensions tell a target that masks are made already;
+        which they are, packed attention knows better."""
+        return torch.ones(1, 1, 1, len(self._text), dtype=torch.bool, device=self._text.device)
+
+    def spread(self, packed: torch.Tensor) -> torch.Tensor:
+        """One row per text.
+
+        Args:
+            packed (`torch.Tensor` of shape `(1, h, N, e)`): Queries.
+
+        Returns:
+            `torch.Tensor` of shape `(A, h, q, e)`; what stands behind shorter ones is of no account.
+        """
+        _, heads, _, width = packed.shape
+        tokens = packed[0].transpose(0, 1).reshape(-1, heads * width)
+        spread = tokens.index_select(0, self._spread_from).view(-1, self.num_queries, heads, width)
+        return spread.transpose(1, 2)
+
+    def gather(self, spread: torch.Tensor) -> torch.Tensor:
+        """The reverse of [`spread`], in the layout that attention returns.
+
+        Args:
+            spread (`torch.Tensor` of shape `(A, q, h, e)`): Outputs.
+
+        Returns:
+            `torch.Tensor` of shape `(1, N, h, e)`.
+        """
+        _, _, heads, width = spread.shape
+        tokens = spread.reshape(-1, heads * width).index_select(0, self._gather_from)
+        return tokens.view(1, -1, heads, width)
+
+    def mask(self, num_keys: int, window: int | None) -> torch.Tensor:
+        """What each new token sees: the tokens up to itself, or the last `window` of them.
+
+        Args:
+            num_keys (`int`): K, keys of a cache row.
+            window (`int`, *optional*): Width of a sliding window.
+
+        Returns:
+            `torch.BoolTensor` of shape `(A, 1, q, K)`, True = visible.
+        """
+        key = (num_keys, window)
+        if key not in self._masks:
+            keys = torch.arange(num_keys, device=self._starts.device)
+            query = self._starts[:, None, None] + torch.arange(self.num_queries, device=keys.device)[:, None]
+            mask = keys <= query  # [A, q, K]
+            if window is not None:
+                mask = mask & (keys > query - window)
+            self._masks[key] = mask[:, None]
+        return self._masks[key]
+
+    def folded_mask(self, num_keys: int, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
+        """[`mask`] for [`folded_attention`], made once for all layers.
+
+        Args:
+            num_keys (`int`): K, keys of a cache row.
+            window (`int`, *optional*): Width of a sliding window.
+            groups (`int`): Heads that share keys and values.
+            dtype (`torch.dtype`): Of the queries.
+
+        Returns:
+            `torch.Tensor` of shape `(A, 1, groups * q, K)`.
+        """
+        key = (num_keys, window, groups, dtype)
+        if key not in self._folded_masks:
+            self._folded_masks[key] = folded_mask(self.mask(num_keys, window), groups, dtype)
+        return self._folded_masks[key]
+
+
+_active: contextvars.ContextVar[PackedPass | None] = contextvars.ContextVar("packed_pass", default=None)
+
+
+@contextlib.contextmanager
+def packed_pass(current: PackedPass) -> Iterator[None]:
+    """Tell the attention of every forward inside the `with` block what its tokens are.
+
+    Args:
+        current (`PackedPass`): The pass.
+    """
+    token = _active.set(current)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of a packed pass, in transformers' attention interface; outside of one, of an ordinary batch.
+
+    Args:
+        module (`nn.Module`): The attention layer.
+        query (`torch.Tensor` of shape `(1, h, N, e)`): Packed queries.
+        key (`torch.Tensor` of shape `(rows, kv_heads, K, e)`): The cache's keys.
+        value (`torch.Tensor` of shape `(rows, kv_heads, K, e)`): The cache's values.
+        attention_mask (`torch.BoolTensor`, *optional*): Read outside of a packed pass only.
+        scaling (`float`, *optional*): Factor on the scores; 1 / sqrt(e) without it.
+        dropout (`float`, *optional*, defaults to 0.0): Dropout of the weights.
+        kwargs (`Any`): `sliding_window` is read; what would change the scores is refused.
+
+    Returns:
+        `tuple`: outputs `(1, N, h, e)`, and no weights.
+
+    Raises:
+        NotImplementedError: If the layer caps its scores or has attention sinks.
+    """
+    for name in CHANGES_SCORES:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"DSpark drafts for batches with plain softmax attention only; {type(module).__name__} passes "
+                f"`{name}`. Generate one row at a time."
+            )
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
+    current = _active.get()
+    if current is None:
+        mask = _ordinary_mask(attention_mask, query.shape[2], key.shape[2], window, query.device)
+        return _fused(query, key, value, mask, scaling, dropout), None
+    if len(current.rows) < key.shape[0]:  # a pass over some of the texts
+        rows = list(current.rows)
+        key, value = key[rows, :, : current.longest], value[rows, :, : current.longest]
+    spread, num_keys = current.spread(query), key.shape[2]
+    if current.num_queries <= MOST_FOLDED_QUERIES and dropout == 0:
+        mask = current.folded_mask(num_keys, window, query.shape[1] // key.shape[1], query.dtype)
+        outputs = folded_attention(spread, key, value, mask, scaling)
+    else:
+        outputs = _fused(spread, key, value, current.mask(num_keys, window), scaling, dropout)
+    return current.gather(outputs), None
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float,
+) -> torch.Tensor:
+    """A fused kernel, `(b, q, h, e)`; with a mask those of accelerators want their heads repeated."""
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    outputs = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+    )
+    return outputs.transpose(1, 2)
+
+
+def _ordinary_mask(
+    mask: torch.Tensor | None, num_queries: int, num_keys: int, window: int | None, device: torch.device
+) -> torch.Tensor | None:
+    """The mask of another thread's plain call; one that began before may have none, for its kernel needed none."""
+    if mask is not None or num_queries == 1:
+        return mask
+    query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    keys = torch.arange(num_keys, device=device)
+    visible = keys <= query
+    return visible if window is None else visible & (keys > query - window)
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+# Without a mask of its own, an implementation is handed none, and an ordinary call would attend to the future.
+AttentionMaskInterface.register(
+    PACKED_ATTENTION, lambda *args, **kwargs: sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
+)
+
+
+def check_layers(target: PreTrainedModel) -> None:
+    """Refuse targets whose layers do more than attend to their past, or to a window of it that they tell of.
+
+    Args:
+        target (`PreTrainedModel`): A decoder-only target.
+
+    Raises:
+        NotImplementedError: If it has other layers: recurrent, chunked, ...
+    """
+    config = target.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    others = sorted(kinds - {"full_attention", "sliding_attention"})
+    if others:
+        raise NotImplementedError(
+            f"Batches need layers with full or sliding attention, and {type(target).__name__} has {others}. Generate "
+            "one row at a time."
+        )
+
+
+_users_lock = threading.Lock()
+# How many batches run with a target, and how its parts attended before.
+_users: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, list[tuple[PreTrainedConfig, Any]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@contextlib.contextmanager
+def attention_packed(target: PreTrainedModel) -> Iterator[None]:
+    """Let a target attend by [`packed_attention`]; its own implementation is back after the last such block.
+
+    Args:
+        target (`PreTrainedModel`): A decoder-only target.
+
+    Raises:
+        NotImplementedError: If its attention cannot be replaced.
+    """
+    with _users_lock:
+        count, as_found = _users.get(target, (0, None))
+        if count == 0:
+            as_found = _implementations(target)
+            _switch(target, as_found)
+        _users[target] = (count + 1, as_found)
+    try:
+        yield
+    finally:
+        with _users_lock:
+            count, as_found = _users.pop(target)
+            if count > 1:
+                _users[target] = (count - 1, as_found)
+            else:
+                _restore(as_found)
+
+
+def own_attention(target: PreTrainedModel) -> str | None:
+    """The attention implementation of a target's language model, also while a batch has replaced it.
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+
+    Returns:
+        `str` or `None`
+    """
+    config = target.config.get_text_config(decoder=True)
+    _, as_found = _users.get(target, (0, []))
+    own = next((value for part, value in as_found if part is config), None)
+    return own if own is not None else getattr(config, "_attn_implementation", None)
+
+
+def _implementations(target: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
+    """The configs of a target's parts, with how each attends."""
+    configs = [module.config for module in target.modules() if isinstance(module, PreTrainedModel)]
+    configs += [target.config.get_text_config(decoder=True)]
+    return [(config, config._attn_implementation) for config in {id(c): c for c in configs}.values()]
+
+
+def _restore(as_found: list[tuple[PreTrainedConfig, Any]]) -> None:
+    for config, implementation in as_found:
+        config._attn_implementation_internal = implementation  # the property would set all parts alike
+
+
+def _switch(target: PreTrainedModel, as_found: list[tuple[PreTrainedConfig, Any]]) -> None:
+    config = target.config.get_text_config(decoder=True)
+    before = config._attn_implementation
+    try:
+        # Of a `PeftModel` only the instance knows, which asks the model inside.
+        if any(getattr(owner, "_supports_attention_backend", False) for owner in (type(target), target)):
+            target.set_attn_implementation(PACKED_ATTENTION)
+    except ValueError:  # a part that cannot
+        _restore(as_found)
+    except BaseException:
+        _restore(as_found)
+        raise
+    if config._attn_implementation != PACKED_ATTENTION:
+        raise NotImplementedError(
+            f"DSpark drafts for batches only where attention can be replaced, which {type(target).__name__} does not "
+            f"allow (it has {before!r}). Generate one row at a time."
+        )

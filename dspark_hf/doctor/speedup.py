@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pair gains on this machine: measured speed, and what follows from it for short answers and for many requests.
+
+The second half is arithmetic on numbers, and never sees a model.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..common.prompts import Prompt
+from ..common.records import RoundRecord
+from ..evaluation.compare import PromptComparison, compare, summarize
+from ..profiling.profile import RoundTimeProfile, measure_profile, profile_for
+from ..scheduling.curve import SPSCurve
+from ..scheduling.rules import SearchScheduler
+from ..scheduling.simulation import PLAIN, full_blocks, sweep
+from .finding import ADVICE, Finding
+from .pair import Pair
+
+
+CONTEXT, BUDGET_S = 128, 6.0  # of a measurement of round times, where none is at hand
+REQUEST_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # those within the measured round times are tried
+POLICY = "dspark"
+SHORTEST = 3  # tokens that any answer has
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Speed with the draft against plain generation, for one request unless it says otherwise.
+
+    Args:
+        speedup (`float`): All tokens over all seconds, against plain generation; prefill included.
+        lowest (`float`): The speed-up of the prompt that gains least.
+        highest (`float`): Of the one that gains most.
+        num_prompts (`int`): Prompts.
+        num_tokens (`int`): Tokens generated with the draft.
+        accepted_length (`float`): Tokens per round, with as many drafts as the schedule sends.
+        num_identical (`int`): Prompts whose two greedy texts are the same.
+        plain_token_s (`float`): Seconds per token of plain generation, after the prefill.
+        dspark_token_s (`float`): Seconds per token with the draft, after the prefill.
+        break_even_tokens (`float`, *optional*):
+            Tokens of an answer after which the draft's reading of the prompt is earned back; `None` where it never is.
+        load_limit (`int`, *optional*):
+            Most requests at a time up to which drafting pays by the measured round times, 0 for none; `None` where it
+            is not known.
+        load_tried (`int`, *optional*): Most requests that were looked at.
+    """
+
+    speedup: float
+    lowest: float
+    highest: float
+    num_prompts: int
+    num_tokens: int
+    accepted_length: float
+    num_identical: int
+    plain_token_s: float
+    dspark_token_s: float
+    break_even_tokens: float | None = None
+    load_limit: int | None = None
+    load_tried: int | None = None
+
+
+def measure_gain(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    rounds: Sequence[RoundRecord],
+    on_progress: Callable[[str], None],
+) -> Gain:
+    """Run prompts with and without the draft, in turns, and time rounds.
+
+    Args:
+        pair (`Pair`): The pair.
+        prompts (`Sequence[Prompt]`): At least one.
+        max_new_tokens (`int`): Longest answer, in tokens.
+        rounds (`Sequence[RoundRecord]`): Recorded full blocks, for the load.
+        on_progress (`Callable`): Called with what begins.
+
+    Returns:
+        [`Gain`]
+    """
+    on_progress("Generating with and without the draft")
+    results = compare(
+        pair.target, pair.draft, pair.prompting_tokenizer, prompts, max_new_tokens=max_new_tokens, raw=pair.raw
+    )
+    on_progress("Timing rounds")
+    profile = _profile(pair)
+    curve = profile.curve(CONTEXT) if profile is not None else None
+    return gain_from(results, load_limit(rounds, curve, pair.config.num_draft_slots) if curve is not None else None)
+
+
+def _profile(pair: Pair) -> RoundTimeProfile | None:
+    found = profile_for(pair.target, pair.draft, 0)
+    if found is not None:
+        return found
+    try:
+        return measure_profile(pair.target, pair.draft, (CONTEXT,), budget_s=BUDGET_S)
+    except (ValueError, RuntimeError, NotImplementedError):  # it is only for the load
+        return None
+
+
+def gain_from(results: Sequence[PromptComparison], load: tuple[int, int] | None = None) -> Gain:
+    """Sum up a comparison.
+
+    Args:
+        results (`Sequence[PromptComparison]`): From `compare`, at least one.
+        load (`tuple[int, int]`, *optional*): From [`load_limit`].
+
+    Returns:
+        [`Gain`]
+    """
+    pooled = summarize(results)
+    speedups = [result.dspark.tokens_per_s / result.plain.tokens_per_s for result in results]
+    plain_s, dspark_s = token_seconds(results)
+    return Gain(
+        speedup=pooled.speedup,
+        lowest=min(speedups),
+        highest=max(speedups),
+        num_prompts=pooled.num_prompts,
+        num_tokens=sum(len(result.dspark.token_ids) for result in results),
+        accepted_length=pooled.accepted_length,
+        num_identical=pooled.num_identical,
+        plain_token_s=plain_s,
+        dspark_token_s=dspark_s,
+        break_even_tokens=break_even_tokens(first_draft_s(results), plain_s, dspark_s),
+        load_limit=load[0] if load is not None else None,
+        load_tried=load[1] if load is not None else None,
+    )
+
+
+def token_seconds(results: Sequence[PromptComparison]) -> tuple[float, float]:
+    """Seconds per token after the prefill, without and with the draft.
+
+    The prefill is what a call with the draft takes besides its rounds, and plain generation takes as long for it.
+
+    Args:
+        results (`Sequence[PromptComparison]`): From `compare`.
+
+    Returns:
+        `tuple[float, float]`: NaN where no prompt got two tokens.
+    """
+    plain_s = dspark_s = 0.0
+    plain_tokens = dspark_tokens = 0
+    for result in results:
+        prefill_s = max(0.0, result.dspark.seconds - result.dspark.stats.round_s)
+        plain_s += max(0.0, result.plain.seconds - prefill_s)
+        plain_tokens += len(result.plain.token_ids) - 1
+        dspark_s += result.dspark.stats.round_s
+        dspark_tokens += result.dspark.stats.num_committed
+    nan = float("nan")
+    return (plain_s / plain_tokens if plain_tokens else nan, dspark_s / dspark_tokens if dspark_tokens else nan)
+
+
+def first_draft_s(results: Sequence[PromptComparison]) -> float:
+    """Seconds that the first drafting of a text takes longer than the later ones: it reads the prompt.
+
+    Args:
+        results (`Sequence[PromptComparison]`): From `compare`.
+
+    Returns:
+        `float`: the median over the prompts, at least 0; 0 where no text has two rounds that draft.
+    """
+    extra = []
+    for result in results:
+        seconds = [record.draft_s for record in result.dspark.stats.rounds if record.drafted]
+        if len(seconds) > 1:
+            extra.append(seconds[0] - statistics.median(seconds[1:]))
+    return max(0.0, statistics.median(extra)) if extra else 0.0
+
+
+def break_even_tokens(first_s: float, plain_token_s: float, dspark_token_s: float) -> float | None:
+    """Tokens after which a cost paid once is earned back.
+
+    Args:
+        first_s (`float`): The cost, in seconds.
+        plain_token_s (`float`): Seconds per token of plain generation.
+        dspark_token_s (`float`): Seconds per token with the draft.
+
+    Returns:
+        `float`, or `None` where a token does not take less time with the draft.
+
+    Example:
+        >>> break_even_tokens(0.25, plain_token_s=0.5, dspark_token_s=0.25)
+        1.0
+    """
+    return first_s / (plain_token_s - dspark_token_s) if dspark_token_s < plain_token_s else None
+
+
+def load_limit(rounds: Sequence[RoundRecord], curve: SPSCurve, num_slots: int) -> tuple[int, int] | None:
+    """Most requests at a time up to which drafting gives more tokens per second than plain generation.
+
+    Recorded rounds are replayed with the default schedule, for no more requests than the curve has tokens: beyond
+    what was measured, plain generation would be guesswork too. The times are those of one request, so the result is
+    rough.
+
+    Args:
+        rounds (`Sequence[RoundRecord]`): Recorded rounds, with confidences.
+        curve (`SPSCurve`): Round times.
+        num_slots (`int`): Slots per block.
+
+    Returns:
+        `tuple[int, int]`: the limit, 0 where it does not pay at all, and the most requests that were tried; `None`
+        without rounds that can be replayed.
+    """
+    usable = full_blocks(rounds, num_slots)
+    if not usable:
+        return None
+    counts = [count for count in REQUEST_COUNTS if count <= curve.batch_tokens[-1]]
+    reports = sweep([usable], curve, {PLAIN: lambda: None, POLICY: SearchScheduler}, counts)
+    limit = 0
+    for plain, dspark in zip(reports[: len(counts)], reports[len(counts) :], strict=True):
+        if dspark.tokens_per_s <= plain.tokens_per_s:
+            break
+        limit = plain.num_requests
+    return limit, counts[-1]
+
+
+def judge_gain(gain: Gain, dtype: str, device_type: str) -> list[Finding]:
+    """Findings of the measurement.
+
+    Args:
+        gain (`Gain`): What was measured.
+        dtype (`str`): The target's.
+        device_type (`str`): Where it runs.
+
+    Returns:
+        `list[Finding]`
+    """
+    if gain.speedup >= 1:
+        return []
+    if dtype == "float32" and device_type == "cpu":
+        remedy = "On a CPU, verification of several tokens is dear in float32: try bfloat16."
+    elif gain.accepted_length < 2:
+        remedy = "Too few drafts are accepted for what a round costs. Train a better draft, or generate without it."
+    else:
+        remedy = (
+            "A round costs too much for what it yields. Look where the time goes with `dspark-hf profile`: send fewer "
+            "drafts, train a smaller draft, or give the machine to this process alone."
+        )
+    return [
+        Finding(
+            "slower_than_plain",
+            ADVICE,
+            f"With the draft generation runs at {gain.speedup:.2f} times the speed of plain generation.",
+            remedy,
+        )
+    ]
+
+
+def gain_sentences(gain: Gain) -> list[str]:
+    """What was measured, in words.
+
+    Args:
+        gain (`Gain`): The figures.
+
+    Returns:
+        `list[str]`
+    """
+    spread = f" ({gain.lowest:.2f} to {gain.highest:.2f} from prompt to prompt)" if gain.num_prompts > 1 else ""
+    sentences = [
+        f"Expect {gain.speedup:.2f} times the speed of plain generation for one request on this machine{spread}; "
+        f"measured on {gain.num_tokens} tokens."
+    ]
+    if gain.break_even_tokens is None:
+        sentences.append("It does not pay for answers of any length.")
+    else:
+        tokens = math.ceil(gain.break_even_tokens) + 1  # the first token comes without drafts
+        lengths = "any length" if tokens <= SHORTEST else f"{tokens} tokens or more"
+        sentences.append(f"It pays for answers of {lengths}.")
+    if gain.load_limit == 0:
+        sentences.append("By the measured round times, drafting does not pay for one request at a time, nor for more.")
+    elif gain.load_limit is not None:
+        all_tried = gain.load_limit == gain.load_tried
+        sentences.append(
+            f"It pays up to {'at least ' if all_tried else ''}{gain.load_limit} request(s) at a time, in an engine "
+            "that batches them. That is a rough figure: round times were measured with one request"
+            + (", and say nothing about more." if all_tried else ".")
+        )
+    return sentences

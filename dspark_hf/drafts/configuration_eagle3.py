@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of an Eagle3 draft: its one layer, what it reads from its target, how deep it was trained to draft."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from . import formats
+from .configuration_dspark import DSparkConfig
+from .formats import eagle3 as layout
+from .formats.agreement import check_agrees, given, wrong_types_in_words
+from .formats.files import read_config_file
+
+
+# Fields that mean the same in a DSpark draft, and obey the same rules.
+_SHARED_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "rope_parameters",
+    "attention_bias",
+    "attention_dropout",
+    "target_layer_ids",
+    "num_target_layers",
+    "draft_vocab_size",
+    "target_name_or_path",
+)
+
+
+class Eagle3Config(PreTrainedConfig):
+    """Configuration of an [`Eagle3DraftModel`].
+
+    Hidden size and vocabulary are those of the target, whose embedding and LM head the draft shares.
+
+    Args:
+        vocab_size (`int`, *optional*, defaults to 151936): Rows of the target's embedding.
+        hidden_size (`int`, *optional*, defaults to 2560): Width d of the draft and of the target.
+        intermediate_size (`int`, *optional*, defaults to 9728): Width of the MLP.
+        num_hidden_layers (`int`, *optional*, defaults to 1): Draft layers; always 1.
+        num_attention_heads (`int`, *optional*, defaults to 32): Query heads.
+        num_key_value_heads (`int`, *optional*): Key and value heads; `None` means as many as query heads.
+        head_dim (`int`, *optional*): Width of a head; `None` means `hidden_size // num_attention_heads`.
+        hidden_act (`str`, *optional*, defaults to `"silu"`): Activation of the MLP.
+        max_position_embeddings (`int`, *optional*, defaults to 40960): Longest position, in tokens.
+        initializer_range (`float`, *optional*, defaults to 0.02): Standard deviation of fresh weights.
+        rms_norm_eps (`float`, *optional*, defaults to 1e-6): Epsilon of the RMS norms.
+        rope_parameters (`dict`, *optional*): RoPE in transformers' schema (`rope_theta`, `rope_type`, ...).
+        attention_bias (`bool`, *optional*, defaults to `False`): Biases in the attention projections.
+        attention_dropout (`float`, *optional*, defaults to 0.0): Dropout of attention weights in training.
+        ttt_length (`int`, *optional*, defaults to 7):
+            Drafts in a row that the draft was trained to make (training-time test), and makes unless
+            `num_assistant_tokens` says otherwise.
+        target_layer_ids (`list[int]`):
+            Target layers whose outputs are read, 0-based, in concatenation order: id l is `hidden_states[l + 1]`. The
+            target's last layer is not allowed (transformers returns it after the final norm).
+        num_target_layers (`int`, *optional*): Depth of the target, to check the ids early.
+        draft_vocab_size (`int`, *optional*):
+            Size of a reduced draft vocabulary. The draft then has an LM head of its own with that many rows, and a map
+            `d2t` from draft ids to target ids, stored as offsets. `None`: the target's whole LM head is used.
+        target_name_or_path (`str`, *optional*): The target the draft was trained for, for messages.
+        training_info (`dict`, *optional*): What the draft was trained on.
+
+    Raises:
+        ValueError: On any contradiction above, with the field, the value received and the remedy.
+
+    Example:
+        >>> Eagle3Config(target_layer_ids=[1, 9, 17, 25, 33], num_target_layers=36).num_draft_slots
+        7
+    """
+
+    model_type = layout.MODEL_TYPE
+
+    vocab_size: int = 151936
+    hidden_size: int = 2560
+    intermediate_size: int = 9728
+    num_hidden_layers: int = 1
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 40960
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    rope_parameters: dict | None = None
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+
+    ttt_length: int = 7
+    target_layer_ids: list[int] | None = None
+    num_target_layers: int | None = None
+    draft_vocab_size: int | None = None
+    target_name_or_path: str | None = None
+    training_info: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        checked = as_dspark(self)
+        for name in ("num_key_value_heads", "head_dim", "draft_vocab_size"):
+            setattr(self, name, getattr(checked, name))
+        super().__post_init__(**kwargs)
+        if self.num_hidden_layers != 1:
+            raise ValueError(
+                f"`num_hidden_layers` must be 1, got {self.num_hidden_layers}: an Eagle3 draft is one layer, whose "
+                "output is the input of the next step."
+            )
+        if type(self.ttt_length) is not int or self.ttt_length < 1:
+            raise ValueError(
+                f"`ttt_length` must be an integer >= 1, got {self.ttt_length!r}. Set it in the draft's config.json to "
+                "the number of steps the draft was trained with."
+            )
+
+    @property
+    def num_draft_slots(self) -> int:
+        """`int`: Drafts of a round, unless `num_assistant_tokens` says otherwise."""
+        return self.ttt_length
+
+
+def as_dspark(config: Eagle3Config) -> DSparkConfig:
+    """What an Eagle3 draft and a DSpark draft have in common, for the rules that hold for both.
+
+    Args:
+        config (`Eagle3Config`): The draft's configuration.
+
+    Returns:
+        [`DSparkConfig`] of a draft without heads.
+
+    Raises:
+        ValueError: If a field breaks one of those rules.
+    """
+    fields = {name: copy.deepcopy(getattr(config, name)) for name in _SHARED_FIELDS}
+    no_heads = {"markov_rank": 0, "enable_confidence_head": False}
+    # No mask is ever fed; every embedding has row 0.
+    return DSparkConfig(**fields, **no_heads, block_size=1, mask_token_id=0)
+
+
+def read_config(
+    name_or_path: str | os.PathLike, load_arguments: dict[str, Any], stated: dict[str, Any] | None = None
+) -> Eagle3Config:
+    """The configuration of an Eagle3 checkpoint.
+
+    Args:
+        name_or_path (`str` or `os.PathLike`): Hub id or folder.
+        load_arguments (`dict[str, Any]`): Arguments of `from_pretrained`; those that find files are used.
+        stated (`dict[str, Any]`, *optional*): `target_layer_ids`, where the file leaves them open.
+
+    Returns:
+        [`Eagle3Config`]
+
+    Raises:
+        OSError: If there is no config.json.
+        ValueError: If the config is not an Eagle3 draft's, lacks a field that cannot be guessed, or contradicts
+            `stated`.
+        NotImplementedError: If the format is known but not supported.
+    """
+    return convert_config(read_config_file(name_or_path, load_arguments), str(name_or_path), stated)
+
+
+def convert_config(config: dict[str, Any], source: str, stated: dict[str, Any] | None = None) -> Eagle3Config:
+    """Translate a config.json.
+
+    Args:
+        config (`dict[str, Any]`): Contents of config.json.
+        source (`str`): Where it came from, for messages.
+        stated (`dict[str, Any]`, *optional*): `target_layer_ids`, where the file leaves them open.
+
+    Returns:
+        [`Eagle3Config`]
+
+    Raises:
+        ValueError: If the config is not an Eagle3 draft's, lacks a field that cannot be guessed, or contradicts
+            `stated`.
+        NotImplementedError: If the format is known but not supported.
+    """
+    stated = given(stated)
+    with wrong_types_in_words(source):
+        if formats.is_dspark(config):
+            raise ValueError(f"{source} is a DSpark draft. Load it with DSparkDraftModel.from_pretrained.")
+        ours = Eagle3Config.from_dict(layout.to_fields(config, source, stated))
+    check_agrees(ours, stated, source)
+    return ours

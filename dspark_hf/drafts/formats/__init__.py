@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Readers of draft checkpoints: pure mappings from a foreign config.json to [`DSparkConfig`], one file per format.
+
+All supported formats share the tensor names of our own, so only the configuration is translated. A format is told by
+what is in the config, never by a class name alone (two projects use the same one), and what a file leaves open is an
+error, never a guess: a wrong guess does not crash, it silently accepts nothing. `dspark_hf.export` writes formats.
+Eagle3 drafts are only recognised here; `configuration_eagle3` reads them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ..configuration_dspark import DSparkConfig
+from . import deepspec, deepspec_gemma4, dflash, eagle3, speculators
+from .agreement import check_agrees, given, wrong_types_in_words
+from .fields import OPEN_FIELDS, ConfigFile
+from .files import TensorFiles, hub_arguments, read_config_file
+from .refusals import refuse
+
+
+_READERS = (speculators, dflash, deepspec, deepspec_gemma4)
+
+
+def read_config(
+    name_or_path: str | os.PathLike, load_arguments: dict[str, Any], stated: dict[str, Any] | None = None
+) -> DSparkConfig:
+    """The configuration of a draft checkpoint in any supported format.
+
+    Args:
+        name_or_path (`str` or `os.PathLike`): Hub id or folder.
+        load_arguments (`dict[str, Any]`): Arguments of `from_pretrained`; those that find files are used.
+        stated (`dict[str, Any]`, *optional*): Values of `OPEN_FIELDS` that the file leaves open.
+
+    Returns:
+        [`DSparkConfig`]
+
+    Raises:
+        OSError: If there is no config.json.
+        ValueError: If the config is not a draft's, lacks a field that cannot be guessed, or contradicts `stated`.
+        NotImplementedError: If the format is known but not supported.
+    """
+    return convert_config(read_config_file(name_or_path, load_arguments), str(name_or_path), stated)
+
+
+def convert_config(config: dict[str, Any], source: str, stated: dict[str, Any] | None = None) -> DSparkConfig:
+    """Translate a config.json.
+
+    Args:
+        config (`dict[str, Any]`): Contents of config.json.
+        source (`str`): Where it came from, for messages.
+        stated (`dict[str, Any]`, *optional*): Values of `OPEN_FIELDS` that the file leaves open.
+
+    Returns:
+        [`DSparkConfig`]
+
+    Raises:
+        ValueError: If the config is not a draft's, lacks a field that cannot be guessed, or contradicts `stated`.
+        NotImplementedError: If the format is known but not supported.
+    """
+    stated = given(stated)
+    with wrong_types_in_words(source):
+        ours = _read(ConfigFile(config, source, stated))
+    check_agrees(ours, stated, source)
+    return ours
+
+
+def _read(file: ConfigFile) -> DSparkConfig:
+    if file.fields.get("model_type") == DSparkConfig.model_type:
+        return DSparkConfig.from_dict(file.fields)
+    for reader in _READERS:
+        if reader.matches(file.fields):
+            return reader.to_config(file)
+    if eagle3.matches(file.fields):
+        raise ValueError(f"{file.source} is an Eagle3 draft. Load it with Eagle3DraftModel.from_pretrained.")
+    raise refuse(file.fields, file.source)
+
+
+def is_dspark(config: dict[str, Any]) -> bool:
+    """Whether a config.json is a DSpark draft's, in any supported format.
+
+    Args:
+        config (`dict[str, Any]`): Contents of config.json.
+
+    Returns:
+        `bool`
+    """
+    return config.get("model_type") == DSparkConfig.model_type or any(reader.matches(config) for reader in _READERS)
+
+
+def read_embedding_sample(
+    name_or_path: str | os.PathLike, load_arguments: dict[str, Any], num_rows: int = 16
+) -> dict[int, torch.Tensor]:
+    """Some rows of the frozen target embedding that published drafts carry: they tell whether a target is theirs.
+
+    Args:
+        name_or_path (`str` or `os.PathLike`): Hub id or folder.
+        load_arguments (`dict[str, Any]`): Arguments of `from_pretrained`; those that find files are used.
+        num_rows (`int`, *optional*, defaults to 16): Rows to read, spread over the vocabulary.
+
+    Returns:
+        `dict[int, torch.Tensor]`: token id to row `(d,)`; empty where the checkpoint has no embedding.
+    """
+    rows = TensorFiles.find(name_or_path, load_arguments).read_rows("embed_tokens.weight", num_rows)
+    # Some writers left the rows unset where they are read from the target.
+    return {i: row for i, row in rows.items() if torch.isfinite(row).all()}
+
+
+__all__ = ["OPEN_FIELDS", "convert_config", "hub_arguments", "is_dspark", "read_config", "read_embedding_sample"]

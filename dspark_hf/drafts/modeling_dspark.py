@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parallel stage of a DSpark draft: a small transformer over one block, reading the target's hidden states.
+
+Legend: b batch, c context tokens, q block tokens (g, or n * g in training), g block_size, d hidden, m captured target
+layers, V target vocabulary, D draft vocabulary (= V unless reduced).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+
+from . import formats
+from .attention import eager_attention, folded_attention, folded_mask
+from .configuration_dspark import DSparkConfig
+from .draft_cache import DraftCache, block_mask
+from .formats.files import OLD_PREFIX
+from .heads import ConfidenceHead, build_sequential_head
+from .pretrained import load_checked, save_with_knobs
+from .target_binding import TargetBinding, bind
+
+
+class DSparkAttention(nn.Module):
+    """Attention with KV injection (paper Eq 3): keys and values of context and block, queries of the block alone.
+
+    Args:
+        config (`DSparkConfig`): The draft's configuration.
+        layer_idx (`int`): Draft layer.
+    """
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        is_gemma = config.layer_kind == "gemma4"
+        self.scaling = 1.0 if is_gemma else config.head_dim**-0.5
+        self.is_causal = False
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+
+        q_width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, q_width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.v_proj = None
+        if not config.attention_k_eq_v:
+            self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(q_width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = rms_norm(config, config.head_dim)
+        self.k_norm = rms_norm(config, config.head_dim)
+        self.v_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps, elementwise_affine=False) if is_gemma else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache: DraftCache | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(b, q, d)`): Normed block states.
+            context (`torch.Tensor` of shape `(b, c, d)`): Projected context (Eq 2), not normed again. With a cache
+                `(1, C, d)`: that of all requests, one after the other.
+            position_embeddings (`tuple`): cos and sin, each `(b, c + q, e)`; with a cache `(1, C + b * q, e)`.
+            attention_mask (`torch.BoolTensor`, *optional*): `(b or 1, 1, q, keys)`, True = visible; `None`: the mask
+                of decoding, where every slot sees the whole context (or the window before the anchor) and the whole
+                block.
+            cache (`DraftCache`, *optional*): Earlier context.
+
+        Returns:
+            `torch.Tensor` of shape `(b, q, d)`.
+        """
+        b, q, d = hidden_states.shape
+        inputs = torch.cat([context, hidden_states.reshape(context.shape[0], -1, d)], dim=1)  # [b, c + q, d]
+        queries = self.q_norm(self.q_proj(hidden_states).view(b, q, -1, self.head_dim)).transpose(1, 2)
+        keys, values = self._keys_and_values(inputs)
+        queries, keys = apply_rope(queries, keys, *position_embeddings)
+        if cache is not None:
+            keys, values = cache.write(self.layer_idx, keys, values)
+        if attention_mask is None:
+            keys, values, attention_mask = self._as_in_decoding(keys, values, q, cache)
+            if self.config._attn_implementation == "sdpa" and not self.training:
+                outputs = self._folded_attention(queries, keys, values, attention_mask)
+                return self.o_proj(outputs.reshape(b, q, -1))
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        outputs, _ = attention(
+            self, queries, keys, values, attention_mask, scaling=self.scaling, dropout=dropout, is_causal=False
+        )
+        return self.o_proj(outputs.reshape(b, q, -1))
+
+    def _keys_and_values(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the inputs, each `(b, kv_heads, c + q, e)`, the keys not yet rotated."""
+        shape = (inputs.shape[0], -1, self.config.num_key_value_heads, self.head_dim)
+        projected = self.k_proj(inputs).view(shape)
+        values = projected if self.v_proj is None else self.v_proj(inputs).view(shape)
+        values = values if self.v_norm is None else self.v_norm(values)
+        return self.k_norm(projected).transpose(1, 2), values.transpose(1, 2)
+
+    def _folded_attention(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A block has few queries and many keys: nothing is repeated, `(b, q, heads, e)`."""
+        if mask is not None:
+            mask = folded_mask(mask, self.num_key_value_groups, queries.dtype)
+        return folded_attention(queries, keys, values, mask, self.scaling)
+
+    def _as_in_decoding(
+        self, keys: torch.Tensor, values: torch.Tensor, q: int, cache: DraftCache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The keys and values that any request sees, and the mask over them."""
+        ends, window = cache.ends if cache is not None else [keys.shape[2]], self.sliding_window
+        if window is not None:  # what lies before every window is not touched
+            start = max(0, min(ends) - q - window)
+            keys, values, ends = keys[:, :, start:], values[:, :, start:], [end - start for end in ends]
+        # Sliding layers are causal inside the block unless the config says otherwise.
+        is_causal = window is not None and not self.config.sliding_window_non_causal
+        return keys, values, block_mask(ends, q, window, is_causal, keys.device)
+
+
+def apply_rope(
+    queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate queries and keys; the queries are the last ones of the positions.
+
+    Args:
+        queries (`torch.Tensor` of shape `(b, heads, q, e)`): Queries.
+        keys (`torch.Tensor` of shape `(b, kv_heads, c + q, e)`): Keys; `(1, kv_heads, C + b * q, e)` where requests
+            lie one after the other.
+        cos (`torch.Tensor` of shape `(b, c + q, e)`): Cosines, as many as keys.
+        sin (`torch.Tensor` of shape `(b, c + q, e)`): Sines.
+
+    Returns:
+        `tuple`: rotated queries and keys.
+    """
+    b, _, q, e = queries.shape
+    num_queries = b * q // cos.shape[0]  # per row of the positions
+    query_cos, query_sin = (part[:, -num_queries:].reshape(b, 1, q, e) for part in (cos, sin))
+    queries = queries * query_cos + rotate_half(queries) * query_sin
+    return queries, keys * cos.unsqueeze(1) + rotate_half(keys) * sin.unsqueeze(1)
+
+
+class DSparkMLP(nn.Module):
+    """Gated MLP.
+
+    Args:
+        config (`DSparkConfig`): The draft's configuration.
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Map `(b, q, d)` to `(b, q, d)`.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(b, q, d)`): Normed states.
+
+        Returns:
+            `torch.Tensor` of shape `(b, q, d)`.
+        """
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class DSparkDecoderLayer(GradientCheckpointingLayer):
+    """One draft layer: attention with KV injection, then the MLP, both pre-norm with residuals.
+
+    Args:
+        config (`DSparkConfig`): The draft's configuration.
+        layer_idx (`int`): Draft layer.
+    """
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DSparkAttention(config, layer_idx)
+        self.mlp = DSparkMLP(config)
+        self.input_layernorm = rms_norm(config, config.hidden_size)
+        self.post_attention_layernorm = rms_norm(config, config.hidden_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache: DraftCache | None = None,
+    ) -> torch.Tensor:
+        """See [`DSparkAttention.forward`]; `hidden_states` are not yet normed."""
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = hidden_states + self.self_attn(normed, context, position_embeddings, attention_mask, cache)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class DSparkGemma4DecoderLayer(DSparkDecoderLayer):
+    """One draft layer of Gemma 4's kind: norms before and after attention and MLP, the output scaled by a number.
+
+    Args:
+        config (`DSparkConfig`): The draft's configuration.
+        layer_idx (`int`): Draft layer.
+    """
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.pre_feedforward_layernorm = rms_norm(config, config.hidden_size)
+        self.post_feedforward_layernorm = rms_norm(config, config.hidden_size)
+        self.register_buffer("layer_scalar", torch.ones(1))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        context: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache: DraftCache | None = None,
+    ) -> torch.Tensor:
+        """See [`DSparkAttention.forward`]; `hidden_states` are not yet normed."""
+        normed = self.input_layernorm(hidden_states)
+        attended = self.self_attn(normed, context, position_embeddings, attention_mask, cache)
+        hidden_states = hidden_states + self.post_attention_layernorm(attended)
+        outputs = self.mlp(self.pre_feedforward_layernorm(hidden_states))
+        return (hidden_states + self.post_feedforward_layernorm(outputs)) * self.layer_scalar
+
+
+def rms_norm(config: DSparkConfig, width: int) -> nn.Module:
+    """The RMS norm of a draft's layer kind; Qwen3's rounds before it multiplies by the weight, Gemma 4's after.
+
+    Args:
+        config (`DSparkConfig`): Uses `layer_kind` and `rms_norm_eps`.
+        width (`int`): Width of the normed vectors.
+
+    Returns:
+        `nn.Module`
+    """
+    norm_class = nn.RMSNorm if config.layer_kind == "gemma4" else Qwen3RMSNorm
+    return norm_class(width, eps=config.rms_norm_eps)
+
+
+class DSparkPreTrainedModel(PreTrainedModel):
+    """Loading, saving and initialising of DSpark drafts."""
+
+    config_class = DSparkConfig
+    base_model_prefix = ""
+    main_input_name = "noise_embeds"
+    input_modalities = ("text",)
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DSparkDecoderLayer", "DSparkGemma4DecoderLayer"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    # Frozen copies of the target's tensors that published drafts carry; the target's own are used.
+    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\.", r"^verifier_", r"^t2d$"]
+
+
+class DSparkDraftModel(DSparkPreTrainedModel):
+    """A DSpark draft: context projection, parallel backbone, sequential head and confidence head.
+
+    It cannot run alone: the embedding and, unless the draft vocabulary is reduced, the LM head are its target's.
+
+    Args:
+        config (`DSparkConfig`): The draft's configuration; `mask_token_id` and `target_layer_ids` must be set.
+
+    Raises:
+        ValueError: If the config lacks a field that cannot be guessed.
+
+    Example:
+        >>> draft = DSparkDraftModel.from_pretrained("deepseek-ai/dspark_qwen3_4b_block7")  # doctest: +SKIP
+        >>> target.generate(**inputs, assistant_model=draft)  # doctest: +SKIP
+    """
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        config.require_target_fields()
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = rms_norm(config, config.hidden_size)
+        layer_class = DSparkGemma4DecoderLayer if config.layer_kind == "gemma4" else DSparkDecoderLayer
+        self.layers = nn.ModuleList([layer_class(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = rms_norm(config, config.hidden_size)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.markov_head = build_sequential_head(config)
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        self.lm_head = None
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        # `None` fields mean "nobody chose": transformers' merged defaults never reach this object.
+        self.generation_config = GenerationConfig()
+        # Rows of a target embedding that a checkpoint carried, to recognise a wrong target; not saved.
+        self.embedding_sample: dict[int, torch.Tensor] = {}
+        self.post_init()
+
+    def get_input_embeddings(self) -> None:
+        """The draft owns no embedding: it is the target's."""
+        return None
+
+    def bind_target(self, target: PreTrainedModel) -> TargetBinding:
+        """Check that this draft fits `target`, and bind the modules they share. Stores nothing on either.
+
+        Args:
+            target (`PreTrainedModel`): The model to speed up.
+
+        Returns:
+            [`TargetBinding`]
+
+        Raises:
+            NotImplementedError: If the target is no decoder-only language model.
+            ValueError: If the two do not fit (hidden size, vocabulary, layers, mask token).
+        """
+        return bind(target, self.config, self.embedding_sample)
+
+    def forward(
+        self,
+        noise_embeds: torch.Tensor,
+        context_hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: dict[str, torch.Tensor] | None = None,
+        cache: DraftCache | None = None,
+    ) -> BaseModelOutput:
+        """Run the parallel stage on one block (or, in training, on all blocks of a sequence at once).
+
+        Args:
+            noise_embeds (`torch.Tensor` of shape `(b, q, d)`): Target embeddings of the anchor and its masks.
+            context_hidden_states (`torch.Tensor` of shape `(b, c, m * d)`):
+                Target hidden states of the context that `cache` does not hold yet, concatenated in the order of
+                `target_layer_ids`, strictly before the anchor; c may be 0. With a cache `(1, C, m * d)`: that of all
+                requests, one after the other.
+            position_ids (`torch.LongTensor` of shape `(b, c + q)`): Positions of the context, then of the block; with
+                a cache `(1, C + b * q)`.
+            attention_mask (`dict[str, torch.BoolTensor]`, *optional*):
+                Per layer type, `(b or 1, 1, q, c + q)`, True = visible. `None`: the mask of decoding one block.
+            cache (`DraftCache`, *optional*):
+                Context of earlier rounds; takes this context in. [`DraftCache.begin`] says whose it is.
+
+        Returns:
+            `BaseModelOutput` with `last_hidden_state` of shape `(b, q, d)`, after the final norm (h_k).
+        """
+        context = self.hidden_norm(self.fc(context_hidden_states))  # Eq 2: [b, c, d]
+        position_embeddings = self.rotary_emb(noise_embeds, position_ids)
+        hidden_states = noise_embeds
+        for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
+            mask = attention_mask[layer_type] if attention_mask is not None else None
+            hidden_states = layer(hidden_states, context, position_embeddings, mask, cache)
+        if cache is not None:
+            cache.commit()
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+    def base_logits(self, hidden: torch.Tensor, binding: TargetBinding) -> torch.Tensor:
+        """U_k: logits before the transition bias, over the draft vocabulary.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(..., d)`): Slots after the final norm.
+            binding (`TargetBinding`): From [`bind_target`].
+
+        Returns:
+            `torch.Tensor` of shape `(..., D)`.
+        """
+        if self.lm_head is None:
+            return binding.logits(hidden)
+        return binding.scale(self.lm_head(binding.before_head(hidden)))
+
+    def draft_token_ids(self) -> torch.Tensor | None:
+        """Target ids of a reduced draft vocabulary.
+
+        Returns:
+            `torch.LongTensor` of shape `(D,)`, or `None` where the draft vocabulary is the target's.
+        """
+        if self.lm_head is None:
+            return None
+        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike, *model_args: Any, config: Any = None, **kwargs: Any
+    ) -> DSparkDraftModel:
+        """Load a draft, from the Hub or a folder: our own layout, DeepSpec's, speculators', z-lab's or SpecForge's.
+
+        Arguments are those of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...), and
+        the fields of [`DSparkConfig`] that published files leave open; the error of a file that does so names the one.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): Hub id or folder.
+            config (`DSparkConfig`, *optional*): Overrides the configuration in the checkpoint.
+            kwargs (`Any`):
+                As above. The fields are `sample_from_anchor`, `sliding_window_non_causal`, `mask_token_id`,
+                `target_layer_ids`, `block_size`, `markov_rank`, `markov_head_type`, `enable_confidence_head` and
+                `confidence_head_with_markov`.
+
+        Returns:
+            [`DSparkDraftModel`], in eval mode, with every tensor loaded.
+
+        Raises:
+            ValueError: If the folder holds no draft, or its weights are unreadable, incomplete or do not fit the
+                config, or the config leaves a field open or contradicts an argument.
+            NotImplementedError: If the format is known but cannot be used here; the message says what serves it.
+        """
+        pretrained_model_name_or_path = os.path.expanduser(pretrained_model_name_or_path)
+        stated = {name: kwargs.pop(name) for name in formats.OPEN_FIELDS if name in kwargs}
+        if not isinstance(config, DSparkConfig):
+            config = formats.read_config(pretrained_model_name_or_path, kwargs, stated)
+        elif stated:
+            raise ValueError(f"`config` says everything, so {sorted(stated)} cannot be given as well.")
+        kwargs.setdefault("key_mapping", {f"^{re.escape(OLD_PREFIX)}": ""})
+        load = super().from_pretrained
+        return load_checked(load, pretrained_model_name_or_path, model_args, config, kwargs)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save weights, config and the generation knobs in our own layout. The target's tensors are not among them.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): Folder to write to; other arguments as in `PreTrainedModel`.
+            push_to_hub (`bool`, *optional*, defaults to `False`): Upload the folder afterwards.
+            repo_id (`str`, *optional*): Hub id to upload to; the folder's name by default.
+        """
+        save_with_knobs(self, super().save_pretrained, save_directory, push_to_hub, repo_id, kwargs)

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An Eagle3 draft: one layer that reads the embedding of a token beside the hidden state before it.
+
+The hidden state is the target's where it is known (`fc` over the captured layers), else the draft's own output of the
+step before. The state of token i is paired with token i + 1 and takes position i; the output, after `norm` and the LM
+head, says which token i + 2 is.
+
+Legend: b batch, q tokens of this pass, k keys, d hidden, m captured target layers, V target vocabulary, D draft
+vocabulary (= V unless reduced).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+from .attention import eager_attention
+from .configuration_eagle3 import Eagle3Config, as_dspark, read_config
+from .modeling_dspark import DSparkMLP, apply_rope
+from .pretrained import load_checked, save_with_knobs
+from .target_binding import TargetBinding, bind
+
+
+class Eagle3Attention(nn.Module):
+    """Causal attention whose projections read twice the hidden size: embedding and hidden state, both normed.
+
+    Args:
+        config (`Eagle3Config`): The draft's configuration.
+    """
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.config = config
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.is_causal = True
+
+        width, bias = 2 * config.hidden_size, config.attention_bias
+        q_width, kv_width = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(width, q_width, bias=bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=bias)
+        self.v_proj = nn.Linear(width, kv_width, bias=bias)
+        self.o_proj = nn.Linear(q_width, config.hidden_size, bias=bias)
+        self.q_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            inputs (`torch.Tensor` of shape `(b, q, 2 * d)`): Normed embeddings, then normed hidden states.
+            position_embeddings (`tuple`): cos and sin, each `(b, q, e)`.
+            attention_mask (`torch.BoolTensor`, *optional*): `(b or 1, 1, q, k)`, True = visible; `None`: causal.
+            cache (`Cache`, *optional*): Keys and values of earlier passes; takes these in.
+
+        Returns:
+            `torch.Tensor` of shape `(b, q, d)`.
+        """
+        b, q, _ = inputs.shape
+        shape = (b, q, -1, self.head_dim)
+        queries = self.q_norm(self.q_proj(inputs).view(shape)).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(inputs).view(shape)).transpose(1, 2)
+        values = self.v_proj(inputs).view(shape).transpose(1, 2)
+        queries, keys = apply_rope(queries, keys, *position_embeddings)
+        if cache is not None:
+            keys, values = cache.update(keys, values, 0)
+        is_causal = attention_mask is None and q > 1
+        # A kernel masks a whole prompt itself; it would align a shorter query to the first keys.
+        if is_causal and (keys.shape[2] > q or self.config._attn_implementation == "eager"):
+            attention_mask, is_causal = _causal_mask(q, keys), False
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        outputs, _ = attention(
+            self, queries, keys, values, attention_mask, scaling=self.scaling, dropout=dropout, is_causal=is_causal
+        )
+        return self.o_proj(outputs.reshape(b, q, -1))
+
+
+def _causal_mask(q: int, keys: torch.Tensor) -> torch.Tensor:
+    """The queries are the last ones of the keys; `(1, 1, q, k)`, True = visible."""
+    num_keys = keys.shape[2]
+    mask = torch.ones(q, num_keys, dtype=torch.bool, device=keys.device)
+    return mask.tril(diagonal=num_keys - q)[None, None]
+
+
+class Eagle3DecoderLayer(nn.Module):
+    """The draft's layer; its residual is the hidden state alone, not normed.
+
+    Args:
+        config (`Eagle3Config`): The draft's configuration.
+    """
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.self_attn = Eagle3Attention(config)
+        self.mlp = DSparkMLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> torch.Tensor:
+        """See [`Eagle3Attention.forward`]; `inputs_embeds` and `hidden_states` are not yet normed."""
+        inputs = torch.cat([self.input_layernorm(inputs_embeds), self.hidden_norm(hidden_states)], dim=-1)
+        hidden_states = hidden_states + self.self_attn(inputs, position_embeddings, attention_mask, cache)
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Eagle3DraftModel(PreTrainedModel):
+    """An Eagle3 draft: projection of the target's hidden states, one layer, norm.
+
+    It cannot run alone: the embedding and, unless the draft vocabulary is reduced, the LM head are its target's.
+
+    Args:
+        config (`Eagle3Config`): The draft's configuration; `target_layer_ids` must be set.
+
+    Raises:
+        ValueError: If the config lacks a field that cannot be guessed.
+
+    Example:
+        >>> draft = Eagle3DraftModel.from_pretrained("deepseek-ai/eagle3_qwen3_4b_ttt7")  # doctest: +SKIP
+        >>> target.generate(**inputs, assistant_model=draft)  # doctest: +SKIP
+    """
+
+    config_class = Eagle3Config
+    base_model_prefix = ""
+    main_input_name = "inputs_embeds"
+    input_modalities = ("text",)
+    _no_split_modules = ["Eagle3DecoderLayer"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    # Frozen copies of the target's tensors that published drafts carry; the target's own are used.
+    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\.", r"^t2d$"]
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__(config)
+        as_dspark(config).require_target_fields()
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList([Eagle3DecoderLayer(config)])
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.lm_head = None
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        # `None` fields mean "nobody chose": transformers' merged defaults never reach this object.
+        self.generation_config = GenerationConfig()
+        # Rows of a target embedding that a checkpoint carried, to recognise a wrong target; not saved.
+        self.embedding_sample: dict[int, torch.Tensor] = {}
+        self.post_init()
+
+    def get_input_embeddings(self) -> None:
+        """The draft owns no embedding: it is the target's."""
+        return None
+
+    def bind_target(self, target: PreTrainedModel) -> TargetBinding:
+        """Check that this draft fits `target`, and bind the modules they share. Stores nothing on either.
+
+        Args:
+            target (`PreTrainedModel`): The model to speed up.
+
+        Returns:
+            [`TargetBinding`]
+
+        Raises:
+            NotImplementedError: If the target is no decoder-only language model.
+            ValueError: If the two do not fit (hidden size, vocabulary, layers).
+        """
+        return bind(target, as_dspark(self.config), self.embedding_sample)
+
+    def project(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states as the layer reads them, from those of the target.
+
+        Args:
+            context_hidden_states (`torch.Tensor` of shape `(b, q, m * d)`):
+                Target hidden states, concatenated in the order of `target_layer_ids`.
+
+        Returns:
+            `torch.Tensor` of shape `(b, q, d)`.
+        """
+        return self.fc(context_hidden_states)
+
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> BaseModelOutput:
+        """Run the layer over tokens whose hidden states before them are known.
+
+        Args:
+            inputs_embeds (`torch.Tensor` of shape `(b, q, d)`): Target embeddings of tokens 1 to q.
+            hidden_states (`torch.Tensor` of shape `(b, q, d)`):
+                The states of tokens 0 to q - 1: from [`project`], or this method's own outputs.
+            position_ids (`torch.LongTensor` of shape `(b, q)`): Positions of tokens 0 to q - 1.
+            attention_mask (`torch.BoolTensor`, *optional*):
+                `(b or 1, 1, q, k)`, True = visible, k with those in the cache. `None`: causal.
+            cache (`Cache`, *optional*): Keys and values of earlier passes; takes these in.
+
+        Returns:
+            `BaseModelOutput` with `last_hidden_state` of shape `(b, q, d)`, before the norm: the states that the next
+            step reads.
+        """
+        position_embeddings = self.rotary_emb(inputs_embeds, position_ids)
+        for layer in self.layers:
+            hidden_states = layer(inputs_embeds, hidden_states, position_embeddings, attention_mask, cache)
+        return BaseModelOutput(last_hidden_state=hidden_states)
+
+    def draft_logits(self, hidden_states: torch.Tensor, binding: TargetBinding) -> torch.Tensor:
+        """Logits of the next token, over the draft vocabulary.
+
+        Args:
+            hidden_states (`torch.Tensor` of shape `(..., d)`): Outputs of [`forward`].
+            binding (`TargetBinding`): From [`bind_target`].
+
+        Returns:
+            `torch.Tensor` of shape `(..., D)`.
+        """
+        normed = self.norm(hidden_states)
+        return (
+            binding.logits(normed)
+            if self.lm_head is None
+            else binding.scale(self.lm_head(binding.before_head(normed)))
+        )
+
+    def draft_token_ids(self) -> torch.Tensor | None:
+        """Target ids of a reduced draft vocabulary.
+
+        Returns:
+            `torch.LongTensor` of shape `(D,)`, or `None` where the draft vocabulary is the target's.
+        """
+        if self.lm_head is None:
+            return None
+        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike, *model_args: Any, config: Any = None, **kwargs: Any
+    ) -> Eagle3DraftModel:
+        """Load a draft, from the Hub or a folder: our own layout or DeepSpec's.
+
+        Arguments are those of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...), and
+        `target_layer_ids` where a file leaves them open.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): Hub id or folder.
+            config (`Eagle3Config`, *optional*): Overrides the configuration in the checkpoint.
+            kwargs (`Any`): As above.
+
+        Returns:
+            [`Eagle3DraftModel`], in eval mode, with every tensor loaded.
+
+        Raises:
+            ValueError: If the folder holds no Eagle3 draft, or its weights are unreadable, incomplete or do not fit
+                the config, or the config leaves a field open or contradicts an argument.
+            NotImplementedError: If the format is known but cannot be used here; the message says what serves it.
+        """
+        pretrained_model_name_or_path = os.path.expanduser(pretrained_model_name_or_path)
+        stated = {name: kwargs.pop(name) for name in ("target_layer_ids",) if name in kwargs}
+        if not isinstance(config, Eagle3Config):
+            config = read_config(pretrained_model_name_or_path, kwargs, stated)
+        elif stated:
+            raise ValueError(f"`config` says everything, so {sorted(stated)} cannot be given as well.")
+        load = super().from_pretrained
+        return load_checked(load, pretrained_model_name_or_path, model_args, config, kwargs)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Save weights, config and the generation knobs in our own layout. The target's tensors are not among them.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): Folder to write to; other arguments as in `PreTrainedModel`.
+            push_to_hub (`bool`, *optional*, defaults to `False`): Upload the folder afterwards.
+            repo_id (`str`, *optional*): Hub id to upload to; the folder's name by default.
+        """
+        save_with_knobs(self, super().save_pretrained, save_directory, push_to_hub, repo_id, kwargs)

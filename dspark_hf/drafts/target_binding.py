@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a draft needs of its target: checks that the two fit, and the target's embedding and LM head, shared.
+
+Nothing of the target is copied, and nothing is stored on the draft: a [`TargetBinding`] lives in the call that made
+it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from .configuration_dspark import DSparkConfig
+from .target_probe import probe_head
+
+
+logger = logging.get_logger("transformers.dspark_hf.drafts.target_binding")
+
+
+@dataclass(frozen=True)
+class TargetBinding:
+    """The modules of a target that a draft calls, and how that target turns LM-head outputs into logits.
+
+    The modules are called, never read, so quantised, offloaded, tied and scaled ones work.
+
+    Args:
+        embed_tokens (`nn.Module`): The target's input embedding.
+        lm_head (`nn.Module`): The target's output embedding.
+        logit_scale (`float`, *optional*, defaults to 1.0): Factor on the logits (Cohere, Granite).
+        logit_softcap (`float`, *optional*): c in c * tanh(logits / c) (Gemma).
+        head_layers (`tuple[nn.Module, ...]`, *optional*): What hidden states pass before the LM head (ModernBERT).
+    """
+
+    embed_tokens: nn.Module
+    lm_head: nn.Module
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    head_layers: tuple[nn.Module, ...] = ()
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings as the target's layers see them.
+
+        Args:
+            ids (`torch.LongTensor` of shape `(...)`): Target ids, on any device.
+
+        Returns:
+            `torch.Tensor` of shape `(..., d)`.
+        """
+        return self.embed_tokens(_to_module(ids, self.embed_tokens))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits over the whole vocabulary, as the target computes them from its final hidden states.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(..., d)`): Hidden states after the final norm.
+
+        Returns:
+            `torch.Tensor` of shape `(..., V)`, on `hidden`'s device, in the LM head's dtype.
+        """
+        return self.scale(_through(self.lm_head, self.before_head(hidden)).to(hidden.device))
+
+    def before_head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the LM head reads; most targets have nothing between.
+
+        Args:
+            hidden (`torch.Tensor` of shape `(..., d)`): Hidden states after the final norm.
+
+        Returns:
+            `torch.Tensor` of shape `(..., d)`.
+        """
+        for layer in self.head_layers:
+            hidden = _through(layer, hidden).to(hidden.device, hidden.dtype)
+        return hidden
+
+    def scale(self, logits: torch.Tensor) -> torch.Tensor:
+        """Apply the target's logit scale and soft cap.
+
+        Args:
+            logits (`torch.Tensor` of shape `(..., V)`): Raw outputs of an LM head.
+
+        Returns:
+            `torch.Tensor` of the same shape.
+        """
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_softcap is not None:
+            logits = torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+        return logits
+
+
+def _through(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Outputs of a module of the target, in its dtype and on its device."""
+    weight = next((parameter for parameter in module.parameters() if parameter.is_floating_point()), None)
+    return module(_to_module(hidden if weight is None else hidden.to(weight.dtype), module))
+
+
+def _to_module(inputs: torch.Tensor, module: nn.Module) -> torch.Tensor:
+    weight = next(module.parameters(), None)
+    if weight is None or weight.device.type == "meta":  # on meta: offloaded, and its hook moves the input
+        return inputs
+    return inputs.to(weight.device)
+
+
+def bind(
+    target: PreTrainedModel, config: DSparkConfig, embedding_sample: dict[int, torch.Tensor] | None = None
+) -> TargetBinding:
+    """Check that a draft of this configuration fits the target, and bind the shared modules.
+
+    Args:
+        target (`PreTrainedModel`): A decoder-only model with an LM head.
+        config (`DSparkConfig`): The draft's configuration.
+        embedding_sample (`dict[int, torch.Tensor]`, *optional*):
+            Rows of the embedding of the target that the draft was trained for; a difference is warned of.
+
+    Returns:
+        [`TargetBinding`]
+
+    Raises:
+        NotImplementedError: If the target is no decoder-only language model, its cache takes no tokens back, or its
+            logits come from something else than its modules, a factor and a soft cap.
+        ValueError: If the two do not fit; the message names the field and both values.
+    """
+    config.require_target_fields()
+    name = type(target).__name__
+    if target.config.is_encoder_decoder:
+        raise NotImplementedError(
+            f"DSpark drafts need a decoder-only target, got the encoder-decoder model {name}. Use a plain assistant "
+            "model."
+        )
+    text_config = target.config.get_text_config(decoder=True)
+    _check_fit(config, text_config, name)
+    embed_tokens, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+    if embed_tokens is None or lm_head is None:
+        raise ValueError(
+            f"The target must have an embedding and an LM head, but {name} lacks one. Load it as a ...ForCausalLM."
+        )
+    num_rows = getattr(embed_tokens, "num_embeddings", config.vocab_size)
+    if config.mask_token_id >= num_rows:
+        raise ValueError(
+            f"`mask_token_id` must be a row of the target's embedding, which has {num_rows}, got "
+            f"{config.mask_token_id}. The draft was made for another target, or for one with added tokens."
+        )
+    _compare_embedding(embed_tokens, embedding_sample or {}, name)
+    softcap = getattr(text_config, "final_logit_softcapping", None)
+
+    def head_outputs(hidden: torch.Tensor, layers: tuple[nn.Module, ...]) -> torch.Tensor:
+        return TargetBinding(embed_tokens, lm_head, head_layers=layers).logits(hidden)
+
+    head = probe_head(target, head_outputs, softcap, expected=_logit_factor(text_config))
+    return TargetBinding(embed_tokens, lm_head, head.factor, softcap, head.layers)
+
+
+def _logit_factor(text_config: PreTrainedConfig) -> float:
+    """What the target multiplies the LM head's outputs by; every family has its own field for it."""
+    factor = 1.0
+    for field in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere, Muse, Falcon-H1
+        value = getattr(text_config, field, None)
+        if isinstance(value, (int, float)):  # MPT keeps a word in a field of that name, and does not read it
+            factor *= value
+    scaling = getattr(text_config, "logits_scaling", None)  # Granite divides by it, HyperCLOVA X multiplies
+    if scaling:
+        factor = factor * scaling if "hyperclovax" in text_config.model_type else factor / scaling
+    return float(factor)
+
+
+def _compare_embedding(embed_tokens: nn.Module, sample: dict[int, torch.Tensor], name: str) -> None:
+    """The target's own embedding is used in any case; another one than in training is worth a warning."""
+    weight = getattr(embed_tokens, "weight", None)
+    if not sample or weight is None or weight.device.type == "meta" or not weight.is_floating_point():
+        return
+    ids = [i for i in sample if i < weight.shape[0]]
+    ours = weight[ids].float().cpu()
+    theirs = torch.stack([sample[i] for i in ids]).float()
+    # Generous: the same weights in another precision pass, a fine-tuned target does not.
+    if not torch.allclose(ours, theirs, rtol=2e-2, atol=1e-3):
+        logger.warning_once(
+            f"The draft was trained with another embedding than that of {name}. Outputs stay right, but it may be "
+            "accepted less: is it the target the draft was made for, or a fine-tuned one?"
+        )
+
+
+def _check_fit(config: DSparkConfig, text_config, name: str) -> None:
+    for field in ("hidden_size", "vocab_size"):
+        ours, theirs = getattr(config, field), getattr(text_config, field)
+        if ours != theirs:
+            raise ValueError(
+                f"Target and draft must have the same `{field}`, got {theirs} in {name} and {ours} in the draft. The "
+                f"draft{' for ' + config.target_name_or_path if config.target_name_or_path else ''} belongs to "
+                "another target."
+            )
+    last_layer = text_config.num_hidden_layers - 1
+    if max(config.target_layer_ids) >= last_layer:
+        raise ValueError(
+            f"`target_layer_ids` must lie below the target's last layer {last_layer}, got {config.target_layer_ids}: "
+            "transformers returns the last layer's output after the final norm. The draft belongs to another target."
+        )
+    if config.num_target_layers is not None and config.num_target_layers != text_config.num_hidden_layers:
+        raise ValueError(
+            f"The draft was made for a target of {config.num_target_layers} layers, got "
+            f"{text_config.num_hidden_layers} in {name}. The draft belongs to another target."
+        )

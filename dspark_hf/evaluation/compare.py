@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain generation against DSpark on the same prompts: speed, accepted length, and whether the texts are the same."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..common.chat_tokens import encode_prompt
+from ..common.prompts import Prompt
+from ..common.records import AcceptanceStats, collect_rounds
+from ..drafts.modeling_dspark import DSparkDraftModel
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One timed `generate` call.
+
+    Args:
+        token_ids (`tuple[int, ...]`): New tokens.
+        seconds (`float`): Wall clock, prefill included; the median where the call was repeated.
+        stats (`AcceptanceStats`): The rounds; empty for plain generation.
+    """
+
+    token_ids: tuple[int, ...]
+    seconds: float
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """`float`: New tokens per second."""
+        return len(self.token_ids) / self.seconds
+
+
+@dataclass(frozen=True)
+class PromptComparison:
+    """Plain and DSpark generation for one prompt.
+
+    Args:
+        prompt (`Prompt`): The prompt.
+        plain (`Generation`): Without the draft.
+        dspark (`Generation`): With it.
+        top2_gap (`float`, *optional*):
+            Where two greedy texts differ, the target's logit gap between its two best tokens at the first difference.
+    """
+
+    prompt: Prompt
+    plain: Generation
+    dspark: Generation
+    top2_gap: float | None = None
+
+    @property
+    def identical(self) -> bool:
+        """`bool`: Whether the two texts are the same, token by token."""
+        return self.plain.token_ids == self.dspark.token_ids
+
+    @property
+    def first_difference(self) -> int | None:
+        """`int` or `None`: Index of the first new token that differs."""
+        return first_difference(self.plain.token_ids, self.dspark.token_ids)
+
+
+@dataclass(frozen=True)
+class ComparisonSummary:
+    """Pooled figures of several prompts.
+
+    Args:
+        name (`str`): What was pooled, a domain for example.
+        num_prompts (`int`): Prompts.
+        num_identical (`int`): Prompts whose two texts are the same.
+        plain_tokens_per_s (`float`): All new tokens over all seconds, without the draft.
+        dspark_tokens_per_s (`float`): Likewise, with it.
+        accepted_length (`float`): tau, tokens per round, bonus token included.
+        verify_length (`float`): Drafts sent to verification per round.
+        verified_per_token (`float`): Tokens the target's verification passes carried, per token committed.
+        acceptance_rate (`float`): Accepted drafts over drafts sent, in [0, 1].
+    """
+
+    name: str
+    num_prompts: int
+    num_identical: int
+    plain_tokens_per_s: float
+    dspark_tokens_per_s: float
+    accepted_length: float
+    verify_length: float
+    verified_per_token: float
+    acceptance_rate: float
+
+    @property
+    def speedup(self) -> float:
+        """`float`: DSpark's tokens per second over plain generation's."""
+        return self.dspark_tokens_per_s / self.plain_tokens_per_s
+
+
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+    """Index of the first token that differs.
+
+    Args:
+        ours (`Sequence[int]`): Token ids.
+        theirs (`Sequence[int]`): Token ids.
+
+    Returns:
+        `int`: also the shorter length, where one is a prefix of the other; `None` where the two are equal.
+    """
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            return index
+    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
+
+
+def compare(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int = 96,
+    repeats: int = 1,
+    raw: bool = False,
+    generate_arguments: dict[str, Any] | None = None,
+    on_progress: Callable[[], None] | None = None,
+) -> list[PromptComparison]:
+    """Run every prompt with and without the draft.
+
+    The two alternate, and the one that goes first changes from prompt to prompt, so that a machine that slows down
+    does not favour either. A few tokens are generated beforehand to warm both up.
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+        draft (`DSparkDraftModel`): Its draft.
+        tokenizer (`PreTrainedTokenizerBase`): The target's.
+        prompts (`Sequence[Prompt]`): What to generate from.
+        max_new_tokens (`int`, *optional*, defaults to 96): Longest answer, in tokens.
+        repeats (`int`, *optional*, defaults to 1): Times each call is made; medians of the seconds are kept.
+        raw (`bool`, *optional*, defaults to `False`): Leave the chat template away.
+        generate_arguments (`dict[str, Any]`, *optional*): Further arguments of `generate`; greedy without any.
+        on_progress (`Callable`, *optional*): Called after each `generate` call that counts.
+
+    Returns:
+        `list[PromptComparison]`, in the order of `prompts`.
+
+    Raises:
+        ValueError: If there are no prompts, or a number is below 1.
+    """
+    for name, value in (("max_new_tokens", max_new_tokens), ("repeats", repeats), ("len(prompts)", len(prompts))):
+        if value < 1:
+            raise ValueError(f"`{name}` must be >= 1, got {value}.")
+    arguments = {"do_sample": False, **(generate_arguments or {}), "max_new_tokens": max_new_tokens}
+    inputs = [encode_prompt(tokenizer, prompt.text, raw) for prompt in prompts]
+    for assistant in (None, draft):
+        _generate(target, assistant, inputs[0], {**arguments, "max_new_tokens": min(8, max_new_tokens)})
+    results = []
+    for index, (prompt, prompt_inputs) in enumerate(zip(prompts, inputs, strict=True)):
+        runs: dict[bool, list[Generation]] = {False: [], True: []}
+        for repeat in range(repeats):
+            order = (False, True) if (index + repeat) % 2 == 0 else (True, False)
+            for with_draft in order:
+                runs[with_draft].append(_generate(target, draft if with_draft else None, prompt_inputs, arguments))
+                if on_progress is not None:
+                    on_progress()
+        results.append(_judge(target, prompt, prompt_inputs, _median(runs[False]), _median(runs[True]), arguments))
+    return results
+
+
+def summarize(results: Sequence[PromptComparison], name: str = "all") -> ComparisonSummary:
+    """Pool results over prompts.
+
+    Args:
+        results (`Sequence[PromptComparison]`): From [`compare`].
+        name (`str`, *optional*, defaults to `"all"`): Name of the pool.
+
+    Returns:
+        [`ComparisonSummary`]
+    """
+    stats = AcceptanceStats([record for result in results for record in result.dspark.stats.rounds])
+
+    def tokens_per_s(runs: list[Generation]) -> float:
+        return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
+
+    return ComparisonSummary(
+        name=name,
+        num_prompts=len(results),
+        num_identical=sum(result.identical for result in results),
+        plain_tokens_per_s=tokens_per_s([result.plain for result in results]),
+        dspark_tokens_per_s=tokens_per_s([result.dspark for result in results]),
+        accepted_length=stats.accepted_length,
+        verify_length=stats.mean_verify_length,
+        verified_per_token=stats.verified_per_token,
+        acceptance_rate=stats.acceptance_rate,
+    )
+
+
+def _generate(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel | None,
+    inputs: dict[str, torch.Tensor],
+    arguments: dict[str, Any],
+) -> Generation:
+    inputs = {name: value.to(target.device) for name, value in inputs.items()}
+    assistant = {"assistant_model": draft} if draft is not None else {}
+    start = time.perf_counter()
+    with collect_rounds() as stats:
+        sequence = target.generate(**inputs, **assistant, **arguments)[0]
+    token_ids = tuple(sequence[inputs["input_ids"].shape[1] :].tolist())  # waits for the device
+    return Generation(token_ids, time.perf_counter() - start, stats)
+
+
+def _median(runs: list[Generation]) -> Generation:
+    return Generation(runs[0].token_ids, statistics.median(run.seconds for run in runs), runs[0].stats)
+
+
+def _judge(
+    target: PreTrainedModel,
+    prompt: Prompt,
+    inputs: dict[str, torch.Tensor],
+    plain: Generation,
+    dspark: Generation,
+    arguments: dict[str, Any],
+) -> PromptComparison:
+    index = first_difference(plain.token_ids, dspark.token_ids)
+    gap = None
+    if index is not None and not arguments["do_sample"]:
+        shared = torch.cat([inputs["input_ids"], torch.tensor([plain.token_ids[:index]], dtype=torch.long)], dim=1)
+        with torch.no_grad():
+            best = target(shared.to(target.device)).logits[0, -1].float().topk(2).values
+        gap = float(best[0] - best[1])
+    return PromptComparison(prompt, plain, dspark, gap)

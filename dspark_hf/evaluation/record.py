@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One answer of one drafter, as it is recorded: tokens, when they came, and the rounds that they came from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from ..common.records import AcceptanceStats, RoundRecord
+
+
+@dataclass(frozen=True)
+class Run:
+    """One timed answer.
+
+    Args:
+        task (`str`): Task of the question.
+        index (`int`): Its row in the task.
+        turn (`int`): Turn of the conversation, from 0.
+        decoding (`str`): Name of the [`Decoding`].
+        drafter (`str`): Name of the drafter.
+        num_prompt_tokens (`int`): Tokens of the conversation before the answer.
+        seconds (`float`): The whole `generate` call.
+        blocks (`tuple[tuple[int, ...], ...]`): Token ids as they came, the first block from the pass over the prompt.
+        times_s (`tuple[float, ...]`): When each block came, in seconds from the start of the call.
+        rounds (`tuple[RoundRecord, ...]`): The rounds, one for each block but the first.
+    """
+
+    task: str
+    index: int
+    turn: int
+    decoding: str
+    drafter: str
+    num_prompt_tokens: int
+    seconds: float
+    blocks: tuple[tuple[int, ...], ...]
+    times_s: tuple[float, ...]
+    rounds: tuple[RoundRecord, ...]
+
+    @property
+    def question(self) -> str:
+        """`str`: Key of the question, the unit that is resampled."""
+        return f"{self.task}/{self.index}"
+
+    @property
+    def key(self) -> str:
+        """`str`: Names the run within an evaluation."""
+        return run_key(self.task, self.index, self.turn, self.decoding, self.drafter)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """`tuple[int, ...]`: The answer."""
+        return tuple(token for block in self.blocks for token in block)
+
+    @property
+    def stats(self) -> AcceptanceStats:
+        """`AcceptanceStats`: Figures of the rounds."""
+        return AcceptanceStats(list(self.rounds))
+
+    @property
+    def first_token_s(self) -> float:
+        """`float`: Seconds to the first token."""
+        return self.times_s[0]
+
+    @property
+    def token_latency_s(self) -> float | None:
+        """`float` or `None`: Seconds per token after the first arrival; `None` where nothing came after it."""
+        num_later = len(self.token_ids) - len(self.blocks[0])
+        return (self.times_s[-1] - self.times_s[0]) / num_later if num_later else None
+
+    def seconds_to(self, num_tokens: int) -> float | None:
+        """Seconds until the answer had a number of tokens.
+
+        Args:
+            num_tokens (`int`): Tokens.
+
+        Returns:
+            `float`, or `None` where the answer is shorter.
+        """
+        so_far = 0
+        for block, seconds in zip(self.blocks, self.times_s, strict=True):
+            so_far += len(block)
+            if so_far >= num_tokens:
+                return seconds
+        return None
+
+    def to_row(self) -> dict[str, Any]:
+        """A line of the file.
+
+        Returns:
+            `dict[str, Any]`, with the `key` that tells a resumed evaluation what it has.
+        """
+        return {"key": self.key} | asdict(self)
+
+    @classmethod
+    def from_row(cls, row: dict[str, Any]) -> Run:
+        """Read a line of the file.
+
+        Args:
+            row (`dict[str, Any]`): From [`Run.to_row`], by way of JSON.
+
+        Returns:
+            [`Run`]
+
+        Raises:
+            ValueError: If a field is missing or of another kind.
+        """
+        try:
+            values = {entry.name: row[entry.name] for entry in fields(cls)}
+            rounds = tuple(
+                RoundRecord(**{name: tuple(v) if isinstance(v, list) else v for name, v in record.items()})
+                for record in values["rounds"]
+            )
+            blocks = tuple(tuple(block) for block in values["blocks"])
+            return cls(**(values | {"blocks": blocks, "times_s": tuple(values["times_s"]), "rounds": rounds}))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"A recorded run lacks a field, or has one of another kind ({error!r}), got the fields {sorted(row)}. "
+                "The file was changed, or written by another version: choose another output."
+            ) from error
+
+
+def run_key(task: str, index: int, turn: int, decoding: str, drafter: str) -> str:
+    """What names a run within an evaluation.
+
+    Args:
+        task (`str`): Task.
+        index (`int`): Row in the task.
+        turn (`int`): Turn.
+        decoding (`str`): Name of the decoding.
+        drafter (`str`): Name of the drafter.
+
+    Returns:
+        `str`
+    """
+    return f"{task}/{index}/{turn}/{decoding}/{drafter}"
+
+
+class Observer(BaseStreamer):
+    """Watches one `generate` call from outside: what the target is given, which tokens come, and when.
+
+    It works alike for every drafter, those of transformers included. Use it as a context manager around the call, and
+    as the call's `streamer`.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+    """
+
+    def __init__(self, target: PreTrainedModel):
+        self._target = target
+        self._inputs: list[torch.Tensor] = []
+        self._has_prompt = False
+        self._start = 0.0
+        self.blocks: list[tuple[int, ...]] = []
+        self.times_s: list[float] = []
+        self.seconds = 0.0
+
+    def __enter__(self) -> Observer:
+        self._handle = self._target.register_forward_pre_hook(self._see_input, with_kwargs=True)
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds = time.perf_counter() - self._start
+        self._handle.remove()
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the tokens of a round; the prompt comes first and is none.
+
+        Args:
+            value (`torch.Tensor`): Token ids, on the CPU.
+        """
+        now = time.perf_counter() - self._start
+        if self._has_prompt:
+            self.blocks.append(tuple(value.flatten().tolist()))
+            self.times_s.append(now)
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Nothing is left to show."""
+
+    @property
+    def rounds(self) -> list[RoundRecord]:
+        """`list[RoundRecord]`: The rounds, see [`observed_rounds`]."""
+        return observed_rounds([ids[0].tolist() for ids in self._inputs], self.blocks, self.times_s)
+
+    def _see_input(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._inputs.append(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
+
+
+def observed_rounds(
+    inputs: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], times_s: Sequence[float]
+) -> list[RoundRecord]:
+    """Put rounds together from what the target was given and what came out.
+
+    A pass is given the last token and the drafts. The drafts that were accepted are those that came out: a token that
+    is drawn in the place of a rejected draft never equals it. Passes over the prompt are no rounds.
+
+    Args:
+        inputs (`Sequence[Sequence[int]]`): Token ids of each pass of the target, those over the prompt first.
+        blocks (`Sequence[Sequence[int]]`): Tokens that came; the first block from the pass over the prompt.
+        times_s (`Sequence[float]`): When they came, in seconds.
+
+    Returns:
+        `list[RoundRecord]`: one for each block but the first; without confidences, and without the times of their
+        parts.
+
+    Raises:
+        RuntimeError: If there are fewer passes than blocks.
+
+    Example:
+        >>> (record,) = observed_rounds([[3, 4], [5, 6, 7]], [[5], [6, 9]], [0.5, 0.75])
+        >>> record.token_ids, record.num_accepted, record.bonus_token, record.round_s
+        ((6, 7), 1, 9, 0.25)
+    """
+    if len(inputs) < len(blocks):
+        raise RuntimeError(
+            f"Each block of tokens must come from one pass of the target, got {len(blocks)} blocks from {len(inputs)} "
+            "passes. This way of decoding cannot be evaluated."
+        )
+    records = []
+    later = list(inputs)[len(inputs) - len(blocks) + 1 :]
+    for number, ((anchor, *drafts), block) in enumerate(zip(later, blocks[1:], strict=True), start=1):
+        pairs = zip(drafts, block, strict=False)
+        accepted = next((slot for slot, (draft, token) in enumerate(pairs) if draft != token), None)
+        accepted = min(len(drafts), len(block)) if accepted is None else accepted
+        records.append(
+            RoundRecord(
+                anchor_id=anchor,
+                token_ids=tuple(drafts),
+                confidence=(),
+                num_accepted=accepted,
+                bonus_token=block[accepted] if accepted < len(block) else None,
+                num_committed=len(block),
+                round_s=times_s[number] - times_s[number - 1],
+                drafted=bool(drafts),
+            )
+        )
+    return records

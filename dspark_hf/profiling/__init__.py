@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long rounds take on this machine."""
+
+from .profile import RoundTimeProfile, measure_profile, profile_for, profile_path
+
+
+__all__ = [
+    "RoundTimeProfile",
+    "measure_profile",
+    "profile_for",
+    "profile_path",
+]

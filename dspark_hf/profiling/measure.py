@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of drafting, and of verification passes of 1, 2, ... tokens, for some requests at a given context length.
+
+Timing only. Where curves are kept and when they are measured is the business of `profiling`.
+
+Legend: R requests, s context tokens, B tokens in a verification pass (the anchors and the drafts).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from ..drafts.modeling_dspark import DSparkDraftModel
+from ..scheduling.curve import SPSCurve
+from .timed_rounds import NEW_CONTEXT, BatchRounds, SingleRounds, text_config
+
+
+MIN_REPEATS = 2  # however slow the machine
+PATIENCE = 4  # budgets that the warm-up may take
+
+
+@dataclass(frozen=True)
+class MeasuredCurve:
+    """Round times at one context length, and how far single measurements lay apart.
+
+    Args:
+        context_length (`int`): Tokens in the target's cache.
+        curve (`SPSCurve`): Medians; those of verification made monotone by [`isotonic`].
+        verify_spread_s (`tuple[tuple[float, float], ...]`): Lower and upper quartile for each B of the curve, seconds.
+        draft_spread_s (`tuple[float, float]`): Likewise of drafting.
+        num_repeats (`int`): Measurements behind each B.
+    """
+
+    context_length: int
+    curve: SPSCurve
+    verify_spread_s: tuple[tuple[float, float], ...]
+    draft_spread_s: tuple[float, float]
+    num_repeats: int
+
+
+def batch_points(num_draft_slots: int, num_requests: int = 1) -> tuple[int, ...]:
+    """The B that are measured: 1 to 9, then the ends of kernel tiles (multiples of 8) and what follows them.
+
+    Of a batch: the passes without drafts, with half of them and with all, and those of the fewer requests that are
+    left as texts end.
+
+    Args:
+        num_draft_slots (`int`): Most drafts of a request in a round.
+        num_requests (`int`, *optional*, defaults to 1): R.
+
+    Returns:
+        `tuple[int, ...]`, ascending from 1 to `num_requests * (num_draft_slots + 1)`.
+    """
+    last = num_requests * (num_draft_slots + 1)
+    if num_requests > 1:
+        return tuple(sorted({1, -(-num_requests // 2), num_requests, (num_requests + last) // 2, last}))
+    return tuple(b for b in range(1, last + 1) if b <= 9 or b % 8 in (0, 1) or b == last)
+
+
+def isotonic(medians: Sequence[float]) -> tuple[float, ...]:
+    """The nearest curve that does not fall (least squares): more tokens take no less time.
+
+    Neighbours that fall get their common mean, so that a median that is too high by chance raises only itself and
+    those that it stands out from, not the rest of the curve.
+
+    Args:
+        medians (`Sequence[float]`): Seconds, by ascending B.
+
+    Returns:
+        `tuple[float, ...]`, as long as `medians`.
+    """
+    pools: list[list[float]] = []
+    for median in medians:
+        pools.append([median])
+        while len(pools) > 1 and statistics.fmean(pools[-2]) > statistics.fmean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    return tuple(statistics.fmean(pool) for pool in pools for _ in pool)
+
+
+def measure_curves(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel,
+    context_lengths: Sequence[int] = (256,),
+    num_repeats: int = 7,
+    budget_s: float | None = None,
+    on_progress: Callable[[], None] | None = None,
+    num_requests: int = 1,
+) -> tuple[MeasuredCurve, ...]:
+    """Time rounds on synthetic text, greedily, as the decoding loop runs them.
+
+    The token counts take turns, so that a machine that slows down does not favour any of them; one pass over all of
+    them warms up. Every round drafts whole blocks, whatever the draft's knobs say. Neither random state nor models are
+    changed.
+
+    Args:
+        target (`PreTrainedModel`): The model that generates.
+        draft (`DSparkDraftModel`): Its draft.
+        context_lengths (`Sequence[int]`, *optional*, defaults to `(256,)`):
+            Tokens in the cache, one curve for each; cut to what the target's positions allow.
+        num_repeats (`int`, *optional*, defaults to 7): Measurements behind each median.
+        budget_s (`float`, *optional*):
+            Seconds after which no further repeat is begun, once there are two; a warm-up that takes four times as
+            long ends the measurement.
+        on_progress (`Callable`, *optional*): Called after each pass over the token counts, the warm-up included.
+        num_requests (`int`, *optional*, defaults to 1): R, the most texts of a batch.
+
+    Returns:
+        `tuple[MeasuredCurve, ...]`, by ascending context length.
+
+    Raises:
+        ValueError: If a length or a number is too small, target and draft do not fit, or the target's cache cannot
+            take tokens back.
+        NotImplementedError: If the target cannot have a DSpark draft, or cannot run a batch.
+        MemoryError: If the batch does not fit into memory.
+        RuntimeError: If the warm-up takes far more than the budget.
+    """
+    if num_repeats < MIN_REPEATS:
+        raise ValueError(f"`num_repeats` must be >= {MIN_REPEATS}, got {num_repeats}.")
+    if not context_lengths or min(context_lengths) < NEW_CONTEXT:
+        raise ValueError(f"`context_lengths` must be one or more lengths >= {NEW_CONTEXT}, got {context_lengths}.")
+    if num_requests < 1:
+        raise ValueError(f"`num_requests` must be >= 1, got {num_requests}.")
+    draft.bind_target(target)
+    points = batch_points(draft.config.num_draft_slots, num_requests)
+    longest = getattr(text_config(target), "max_position_embeddings", None)
+    limit = (
+        max(NEW_CONTEXT, longest - draft.config.num_draft_slots - 1)
+        if isinstance(longest, int)
+        else max(context_lengths)
+    )
+    lengths = sorted({min(length, limit) for length in context_lengths})
+    share_s = budget_s / len(lengths) if budget_s is not None else None
+    with torch.no_grad(), _random_state_kept(target, draft):
+        return tuple(
+            _measure(_rounds(target, draft, length, num_requests), points, num_repeats, share_s, on_progress)
+            for length in lengths
+        )
+
+
+def _rounds(
+    target: PreTrainedModel, draft: DSparkDraftModel, context_length: int, num_requests: int
+) -> SingleRounds | BatchRounds:
+    if num_requests == 1:
+        return SingleRounds(target, draft, context_length)
+    return BatchRounds(target, draft, context_length, num_requests)
+
+
+def _measure(
+    rounds: SingleRounds | BatchRounds,
+    points: tuple[int, ...],
+    num_repeats: int,
+    budget_s: float | None,
+    on_progress: Callable[[], None] | None,
+) -> MeasuredCurve:
+    """The curve at one context length."""
+    verify_s: dict[int, list[float]] = {b: [] for b in points}
+    draft_s: list[float] = []
+    alone_s: list[float] = []
+    with rounds.decoding():
+        for repeat in range(-1, num_repeats):  # number -1 warms up
+            if budget_s is not None and repeat >= MIN_REPEATS and rounds.elapsed_s > budget_s:
+                break
+            rounds.restart()
+            for b in points if repeat % 2 else reversed(points):  # what ran before has an effect, too
+                if budget_s is not None and repeat < 0 and rounds.elapsed_s > PATIENCE * budget_s:
+                    raise RuntimeError(f"the warm-up alone takes more than {PATIENCE * budget_s:.3g} s")
+                drafting, verifying = rounds.run(b)
+                if repeat >= 0:
+                    draft_s.append(drafting)
+                    verify_s[b].append(verifying)
+            if rounds.num_requests > 1 and repeat >= 0:
+                alone_s.append(rounds.draft_alone())
+            if on_progress is not None:
+                on_progress()
+    spreads = tuple(_quartiles(verify_s[b]) for b in points)
+    medians = isotonic([statistics.median(verify_s[b]) for b in points])
+    drafting, request_s = statistics.median(draft_s), 0.0
+    if alone_s:
+        alone = min(statistics.median(alone_s), drafting)
+        drafting, request_s = alone, (drafting - alone) / (rounds.num_requests - 1)
+    return MeasuredCurve(
+        rounds.context_length,
+        SPSCurve(points, medians, drafting, request_s),
+        spreads,
+        _quartiles(draft_s),
+        len(verify_s[points[0]]),
+    )
+
+
+def _quartiles(seconds: Sequence[float]) -> tuple[float, float]:
+    lower, _, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+    return lower, upper
+
+
+def _random_state_kept(*models: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
+    """Nothing is drawn here, but a model may: dropout in training mode, or noise of its own."""
+    found = {parameter.device for model in models for parameter in model.parameters()}
+    devices = sorted(str(device) for device in found if device.type not in ("cpu", "meta"))
+    device_type = torch.device(devices[0]).type if devices else "cuda"
+    return torch.random.fork_rng(devices, device_type=device_type)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many drafts each request sends, and whether drafting pays: numbers only, never a model."""
+
+from .curve import SPSCurve
+from .rules import (
+    CapacityScheduler,
+    FixedScheduler,
+    LookaheadScheduler,
+    PrefixScheduler,
+    RoundOutlook,
+    Scheduler,
+    SearchScheduler,
+    ThresholdScheduler,
+    mean_survival,
+    prefix_survival,
+)
+from .weights import kept_pace, token_weights
+
+
+__all__ = [
+    "CapacityScheduler",
+    "FixedScheduler",
+    "LookaheadScheduler",
+    "PrefixScheduler",
+    "RoundOutlook",
+    "SPSCurve",
+    "Scheduler",
+    "SearchScheduler",
+    "ThresholdScheduler",
+    "kept_pace",
+    "mean_survival",
+    "prefix_survival",
+    "token_weights",
+]

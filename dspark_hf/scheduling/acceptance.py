@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often each slot of a request's blocks is accepted, and what a round brings. Never sees a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..common.records import RoundRecord
+
+
+class AcceptanceHistory:
+    """How often slot k was accepted when all before it were, how that compares with its confidence, and the tokens
+    that a round brought.
+
+    All are means of the recent rounds, with a few pseudo-rounds of a prior: P(accept k) as measured when the draft
+    was calibrated, or `PRIOR_ACCEPTANCE`, which is low enough for a useless draft to be found out in two rounds.
+
+    Args:
+        num_slots (`int`): g.
+        prior (`Sequence[float]`, *optional*): P(slot k accepted | all before it were), from calibration.
+    """
+
+    DECAY = 0.97  # a text changes its kind within some tens of rounds
+    PRIOR_ROUNDS = 4.0
+    PRIOR_ACCEPTANCE, PRIOR_ACCEPTANCE_ROUNDS = 0.6, 2.0
+
+    def __init__(self, num_slots: int, prior: Sequence[float] | None = None):
+        self._prior = np.asarray(prior if prior is not None else [self.PRIOR_ACCEPTANCE] * num_slots)
+        self._prior_rounds = self.PRIOR_ROUNDS if prior is not None else self.PRIOR_ACCEPTANCE_ROUNDS
+        self._accepted, self._reached, self._expected = np.zeros((3, num_slots))
+        self._rounds = self.PRIOR_ROUNDS
+        self._tokens = self.PRIOR_ROUNDS * (1 + float(self._prior[0]))
+
+    def observe(self, record: RoundRecord) -> None:
+        """Learn from a round that drafted.
+
+        Args:
+            record (`RoundRecord`): The round.
+        """
+        self._rounds = self.DECAY * self._rounds + 1
+        self._tokens = self.DECAY * self._tokens + record.accepted_length
+        for sums in (self._accepted, self._reached, self._expected):
+            sums *= self.DECAY
+        judged = min(record.num_accepted + 1, record.verify_length)
+        self._reached[:judged] += 1
+        self._accepted[: record.num_accepted] += 1
+        self._expected[:judged] += record.confidence[:judged] if record.confidence else 1.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """`float`: Tokens of a round that drafted, of late."""
+        return self._tokens / self._rounds
+
+    @property
+    def conditional_acceptance(self) -> tuple[float, ...]:
+        """`tuple[float, ...]`: P(slot k accepted | all before it were)."""
+        weight = self._prior_rounds
+        return tuple(((self._accepted + weight * self._prior) / (self._reached + weight)).tolist())
+
+    def corrected(self, confidence: torch.Tensor) -> torch.Tensor:
+        """Confidences scaled by how often such slots were accepted of late.
+
+        Args:
+            confidence (`torch.Tensor` of shape `(R, k)`): In [0, 1].
+
+        Returns:
+            `torch.Tensor` of shape `(R, k)`, in [0, 1].
+        """
+        weight = self.PRIOR_ROUNDS
+        factors = (self._accepted + weight) / (self._expected + weight)
+        factors = confidence.new_tensor(factors[: confidence.shape[-1]])
+        return (confidence * factors).clamp(max=1.0)

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether drafting pays, round by round, from what earlier rounds brought and cost. Never sees a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..common.records import RoundRecord
+from .curve import SPSCurve
+from .rules import RoundOutlook
+
+
+class DraftingGate:
+    """Whether the next round drafts at all: only while rounds that draft bring more tokens per second than plain ones.
+
+    What drafting brings is a decayed mean over the rounds that drafted, with a few pseudo-rounds of what the past
+    lets expect; their time is the curve's, so that it does not depend on the clock. Where it does not pay, a round is
+    drafted now and then to see whether it does again, each time after twice as long a wait.
+    """
+
+    # Long enough for chance not to close it: a round brings 1 token more or less than its mean, drafting a quarter.
+    DECAY = 0.97
+    PRIOR_ROUNDS = 8.0
+    # The mean of so few rounds is off by as much, that of R requests by sqrt(R) less; stopping by chance costs more
+    # than a small loss.
+    TOLERANCE = 0.06
+    FIRST_WAIT, LONGEST_WAIT = 8, 64
+
+    def __init__(self) -> None:
+        self._tokens = self._steps = 0.0
+        self._wait = self._rounds_left = self.FIRST_WAIT
+
+    def opens(self, outlook: RoundOutlook, num_requests: int = 1, kept_pace: float = 1.0) -> bool:
+        """Decide about the next round.
+
+        Args:
+            outlook (`RoundOutlook`): The past, and the machine.
+            num_requests (`int`, *optional*, defaults to 1): R.
+            kept_pace (`float`, *optional*, defaults to 1.0): Part of what drafting brings that shortens the call.
+
+        Returns:
+            `bool`: Whether to draft.
+        """
+        if self._pays(outlook, num_requests, kept_pace):
+            self._wait = self._rounds_left = self.FIRST_WAIT
+            return True
+        if self._rounds_left > 0:
+            self._rounds_left -= 1
+            return False
+        self._wait = self._rounds_left = min(2 * self._wait, self.LONGEST_WAIT)
+        return True
+
+    def observe(self, records: Sequence[RoundRecord], curve: SPSCurve) -> None:
+        """Learn from a round that drafted.
+
+        Args:
+            records (`Sequence[RoundRecord]` of length R): The round.
+            curve (`SPSCurve`): Round times.
+        """
+        tokens = sum(record.accepted_length for record in records)
+        batch_tokens = sum(1 + record.verify_length for record in records)
+        # In plain steps, which bring R tokens: the machine may change, and requests come and go.
+        steps = curve.for_requests(len(records)).round_s(batch_tokens) / curve.verify(len(records))
+        self._tokens = self.DECAY * self._tokens + tokens / len(records)
+        self._steps = self.DECAY * self._steps + steps
+        if tokens > steps * len(records):  # a probe that paid is followed by another one
+            self._wait, self._rounds_left = self.FIRST_WAIT, 0
+
+    def _pays(self, outlook: RoundOutlook, num_requests: int, kept_pace: float) -> bool:
+        tokens, seconds = best_fixed_length(outlook, num_requests)
+        tokens = self._tokens + self.PRIOR_ROUNDS * tokens / num_requests
+        steps = self._steps + self.PRIOR_ROUNDS * seconds / outlook.curve.verify(num_requests)
+        return kept_pace * tokens > (1 - self.TOLERANCE / math.sqrt(num_requests)) * steps
+
+
+class DraftingPause:
+    """Rounds in which a request does not draft, because its first slot was of no use twice in a row.
+
+    Numbers that are not finite rarely get better: those of the context stay in the draft's cache. One token alone may
+    be the cause, so the first failure costs nothing; then the pauses double for as long as it goes on.
+    """
+
+    FIRST_PAUSE = 8
+
+    def __init__(self) -> None:
+        self._failures = self._rounds_left = 0
+
+    def passes(self) -> bool:
+        """Whether the request may draft in the next round; asked once per round.
+
+        Returns:
+            `bool`
+        """
+        if self._rounds_left == 0:
+            return True
+        self._rounds_left -= 1
+        return False
+
+    def observe(self, failed: bool) -> None:
+        """Learn from a round that drafted.
+
+        Args:
+            failed (`bool`): Whether not even the first slot could be used.
+        """
+        self._failures = self._failures + 1 if failed else 0
+        if self._failures > 1:
+            self._rounds_left = self.FIRST_PAUSE << (self._failures - 2)
+
+
+def best_fixed_length(outlook: RoundOutlook, num_requests: int = 1) -> tuple[float, float]:
+    """Tokens and seconds of a round, at the fixed number of drafts that is fastest by the past.
+
+    Args:
+        outlook (`RoundOutlook`): The past, and the machine.
+        num_requests (`int`, *optional*, defaults to 1): R, with as many drafts each.
+
+    Returns:
+        `tuple[float, float]`: expected tokens of all requests, bonus tokens included, and seconds of a round.
+    """
+    tokens = num_requests * (1 + np.cumsum(outlook.expected_survival))
+    batch_tokens = num_requests * (2 + np.arange(len(tokens)))
+    verify_s = outlook.curve.verify_table(int(batch_tokens[0]), int(batch_tokens[-1]))
+    seconds = outlook.curve.draft_s + verify_s[batch_tokens - batch_tokens[0]]
+    best = int((tokens / seconds).argmax())
+    return float(tokens[best]), float(seconds[best])

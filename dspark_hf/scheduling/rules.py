@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many drafts of each request go to verification (paper section 3.2). Never sees a model.
+
+Legend: R requests, g slots per block, N = R * g, B tokens in a verification pass (one anchor per request, plus
+drafts). a is the prefix survival: the chance that a draft and all before it are accepted.
+
+Every scheduler is causal. Whether slot k of a request is sent depends on its c_0..c_k, on the other requests and on
+earlier rounds, never on x_k or anything after it: that is what keeps sampled text exact (paper Appendix A).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np  # sorts and interpolates thousands of requests several times faster than torch does on a CPU
+import torch
+
+from .curve import SPSCurve
+
+
+@dataclass(frozen=True)
+class RoundOutlook:
+    """What a scheduler may know besides the confidences of the round: the past, and the machine.
+
+    Args:
+        curve (`SPSCurve`): Round times.
+        expected_survival (`tuple[float, ...]`): Mean prefix survival of slots 0 to g - 1 in earlier rounds.
+        token_weights (`tuple[float, ...]`, *optional*):
+            What a token more is worth to each request, of [`token_weights`]; the same to all of them without it.
+    """
+
+    curve: SPSCurve
+    expected_survival: tuple[float, ...]
+    token_weights: tuple[float, ...] | None = None
+
+
+class Scheduler(Protocol):
+    """Decides how many drafts of each request are verified."""
+
+    def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:
+        """Drafts to send.
+
+        Args:
+            confidence (`torch.Tensor` of shape `(R, g)`): c_k, in [0, 1].
+            outlook (`RoundOutlook`): The past, and the machine.
+
+        Returns:
+            `torch.LongTensor` of shape `(R,)`, values 0 to g.
+        """
+        ...
+
+
+def prefix_survival(confidence: torch.Tensor) -> torch.Tensor:
+    """a_k = c_0 * ... * c_k (section 3.2.1).
+
+    Args:
+        confidence (`torch.Tensor` of shape `(*b, g)`): c_k, in [0, 1].
+
+    Returns:
+        `torch.Tensor` of shape `(*b, g)`, non-increasing along the slots.
+    """
+    return confidence.cumprod(dim=-1)
+
+
+@dataclass(frozen=True)
+class FixedScheduler:
+    """Always the same number of drafts.
+
+    Args:
+        num_tokens (`int`): Drafts per request.
+    """
+
+    num_tokens: int
+
+    def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:  # noqa: ARG002
+        """See [`Scheduler.verify_lengths`]."""
+        return torch.full((confidence.shape[0],), min(self.num_tokens, confidence.shape[1]))
+
+
+@dataclass(frozen=True)
+class ThresholdScheduler:
+    """Up to the first slot whose own confidence is below a threshold.
+
+    Args:
+        threshold (`float`): In [0, 1].
+    """
+
+    threshold: float
+
+    def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:  # noqa: ARG002
+        """See [`Scheduler.verify_lengths`]."""
+        return (confidence >= self.threshold).long().cumprod(dim=-1).sum(dim=-1)
+
+
+@dataclass(frozen=True)
+class PrefixScheduler:
+    """The paper's Algorithm 1: admit drafts by descending survival while tokens per second rise; stop at the first
+    that does not raise them.
+
+    The time of a round includes drafting where the curve has it: without it, rounds look shorter than they are and
+    too few drafts are sent.
+    """
+
+    def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:
+        """See [`Scheduler.verify_lengths`]."""
+        survival = _survival(confidence)
+        rates = _rates(_descending(survival), len(survival), outlook.curve)
+        return _lengths(survival, _num_leading(rates[1:] > rates[:-1]))
+
+
+class CapacityScheduler:
+    """Section 5.2: how many drafts fit comes from the confidences of two rounds earlier, which of them from the
+    current ones.
+
+    The capacity is a search over all counts, so a cliff in the curve does not stop it; it reads the past only, so it
+    is causal. The first two rounds follow Algorithm 1. Where requests came or went, it grows with their number.
+    """
+
+    DELAY = 2
+
+    def __init__(self) -> None:
+        self._earlier: deque[np.ndarray] = deque(maxlen=self.DELAY)
+
+    def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:
+        """See [`Scheduler.verify_lengths`]."""
+        survival = _survival(confidence)
+        earlier = self._earlier[0] if len(self._earlier) == self.DELAY else None
+        self._earlier.append(survival)
+        if earlier is None:
+            return PrefixScheduler().verify_lengths(confidence, outlook)
+        rates = _rates(_descending(earlier), len(earlier), outlook.curve)
+        count = round(int(rates.argmax()) * len(survival) / len(earlier))
+        return _lengths(survival, min(count, survival.size))  # blocks are shorter where a text ends
+
+
+@dataclass(frozen=True)
+class LookaheadScheduler:
+    """Algorithm 1 with two changes: it prices time, and it looks past a cliff with the eyes of the past.
+
+    Time is worth the tokens per second of the best fixed length, by the survival of earlier rounds, or those of plain
+    steps. Drafts are taken by descending survival; the next one is sent if it, or it together with some number of
+    those after it, is expected to bring more tokens than its time is worth. The survival of the drafts after it is
+    not read (that would leak x_k into the decision about slot k): it is the survival at hand, falling as it fell on
+    average in earlier rounds.
+
+    A price, instead of the rate of the round at hand, lets a good round run longer and ends a bad one sooner: the
+    tokens per second of a text are a ratio of sums, not a mean of ratios. Tokens count by `token_weights`.
+    """
+
+    def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:
+        """See [`Scheduler.verify_lengths`]."""
+        survival = _weighted_survival(confidence, outlook)
+        num_requests, num_slots = survival.shape
+        expected = _expected(outlook, num_requests, num_slots)
+        tokens = np.concatenate([[0.0], expected.cumsum()])  # [N + 1]: what n drafts brought in the past
+        seconds = outlook.curve.verify_table(num_requests, num_requests + len(expected))  # [N + 1]
+        price = _price(tokens, seconds, num_requests, outlook.curve)
+        descending = _descending(survival)
+        sent = descending > price * np.diff(seconds)
+        # Where the next draft alone does not pay, a later end of the round may: a measured point past a cliff.
+        knots = {b - num_requests for b in outlook.curve.batch_tokens if 0 < b - num_requests < len(expected)}
+        ends = np.array([*knots, len(expected)])[:, None]
+        scale = descending / expected  # how much better than usual the next draft is
+        unpaid = np.nonzero(~sent)[0]
+        for start in range(0, len(unpaid), 256):  # the first few decide as a rule
+            counts = unpaid[start : start + 256]
+            gains = scale[counts] * (tokens[ends] - tokens[counts]) - price * (seconds[ends] - seconds[counts])
+            sent[counts] = ((ends > counts) & (gains > 0)).any(axis=0)
+            if not sent[counts].all():
+                break
+        return _lengths(survival, _num_leading(sent))
+
+
+@dataclass(frozen=True)
+class SearchScheduler:
+    """All counts are tried, with time priced as in [`LookaheadScheduler`]. NOT causal: for greedy decoding only.
+
+    Whether slot k is sent depends on c_{k+1}, which depends on x_k. A greedy text is the target's argmax whatever is
+    sent, so there, and only there, knowing more is free.
+    """
+
+    def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:
+        """See [`Scheduler.verify_lengths`]."""
+        survival = _weighted_survival(confidence, outlook)
+        num_requests, num_slots = survival.shape
+        past = np.concatenate([[0.0], _expected(outlook, num_requests, num_slots).cumsum()])
+        tokens = np.concatenate([[0.0], _descending(survival).cumsum(dtype=np.float64)])
+        seconds = outlook.curve.verify_table(num_requests, num_requests + survival.size)
+        price = _price(past, seconds, num_requests, outlook.curve)
+        return _lengths(survival, int((tokens - price * seconds).argmax()))
+
+
+def _expected(outlook: RoundOutlook, num_requests: int, num_slots: int) -> np.ndarray:
+    """Survival of all drafts by the past, descending, [N]."""
+    return np.repeat(np.maximum(outlook.expected_survival[:num_slots], 1e-9), num_requests)
+
+
+def _price(tokens: np.ndarray, seconds: np.ndarray, num_requests: int, curve: SPSCurve) -> float:
+    """Tokens per second that time is worth: those of the best fixed count of drafts, or of plain steps."""
+    drafting = ((num_requests + tokens) / (curve.draft_s + seconds)).max()
+    return max(float(drafting), num_requests / float(seconds[0]))
+
+
+def _survival(confidence: torch.Tensor) -> np.ndarray:
+    return prefix_survival(confidence.float()).cpu().numpy()
+
+
+def _weighted_survival(confidence: torch.Tensor, outlook: RoundOutlook) -> np.ndarray:
+    """What each draft is expected to bring, in tokens as they count; along a request's slots it never rises."""
+    survival = _survival(confidence)
+    return survival if outlook.token_weights is None else survival * np.asarray(outlook.token_weights)[:, None]
+
+
+def _descending(survival: np.ndarray) -> np.ndarray:
+    return -np.sort(-survival, axis=None)
+
+
+def _rates(survival: np.ndarray, num_requests: int, curve: SPSCurve) -> np.ndarray:
+    """Tokens per second with the first n of the sorted drafts sent, n = 0 to N."""
+    tokens = num_requests + np.concatenate([[0.0], survival.cumsum(dtype=np.float64)])
+    return tokens / (curve.draft_s + curve.verify_table(num_requests, num_requests + len(survival)))
+
+
+def _num_leading(flags: np.ndarray) -> int:
+    """How many flags hold before the first that does not."""
+    return len(flags) if flags.all() else int(flags.argmin())
+
+
+def _lengths(survival: np.ndarray, count: int) -> torch.Tensor:
+    """Drafts per request when the `count` likeliest are sent; among equals the first request's first slot."""
+    if count == 0:
+        return torch.zeros(len(survival), dtype=torch.long)
+    least = np.partition(survival, survival.size - count, axis=None)[survival.size - count]
+    lengths = (survival > least).sum(axis=1)
+    rows = np.nonzero(survival == least)[0][: count - lengths.sum()]
+    return torch.from_numpy(lengths + np.bincount(rows, minlength=len(survival)))
+
+
+def mean_survival(conditional_acceptance: Sequence[float]) -> tuple[float, ...]:
+    """Prefix survival from the acceptance of each slot given those before it.
+
+    Args:
+        conditional_acceptance (`Sequence[float]`): P(slot k accepted | all before it were).
+
+    Returns:
+        `tuple[float, ...]`
+    """
+    survival, product = [], 1.0
+    for rate in conditional_acceptance:
+        product *= rate
+        survival.append(product)
+    return tuple(survival)
