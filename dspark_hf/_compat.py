@@ -33,13 +33,8 @@ QuantizedLayer = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.Quantize
 CAN_SELECT_HIDDEN_STATES = hasattr(output_capturing, "resolve_hidden_states_indices")
 
 
-def hidden_states_of(layer_ids: Sequence[int]) -> list[int] | bool:
-    """The value of `output_hidden_states` with which layer i's output is `hidden_states[i + 1]` in every release.
-
-    Args:
-        layer_ids (`Sequence[int]`): 0-based layers; -1 is the embedding output.
-
-    Returns:
-        `list[int]`, or `True` where a release cannot select.
-    """
+def hidden_states_of(
+    layer_ids: Sequence[int],  # 0-based layers; -1 is the embedding output
+) -> list[int] | bool:
+    """The value of `output_hidden_states` with which layer i's output is `hidden_states[i + 1]` in every release."""
     return [i + 1 for i in layer_ids] if CAN_SELECT_HIDDEN_STATES else True

@@ -89,19 +89,7 @@ def check_call(
     generation_config: GenerationConfig,
     mode_kwargs: dict[str, Any],
 ) -> None:
-    """Refuse what DSpark does not support, before anything is generated.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        draft (`DSparkDraftModel`): Its draft.
-        generation_mode (`GenerationMode`): What transformers made of the call.
-        generation_config (`GenerationConfig`): The call's merged config.
-        mode_kwargs (`dict[str, Any]`): `assistant_tokenizer`, `synced_gpus` and the like.
-
-    Raises:
-        NotImplementedError: For a known limit.
-        ValueError: For a contradiction, or a target and draft that do not fit.
-    """
+    """Refuse what DSpark does not support, before anything is generated."""
     others = {
         "prompt_lookup_num_tokens": generation_config.prompt_lookup_num_tokens,
         "assistant_early_exit": generation_config.assistant_early_exit,

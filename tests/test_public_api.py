@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public names are on the API page, and every docstring says what goes in and what comes out."""
+"""Docstrings of public names say what goes in and what comes out; other code has prose and shape comments."""
 
+import ast
 import dataclasses
 import importlib
 import inspect
+import io
 import pkgutil
 import re
 import textwrap
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,7 @@ import dspark_hf
 ROOT = Path(__file__).parents[1]
 # transformers' own fields, which every config has.
 INHERITED_FIELDS = {"bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"}
-# Its docstrings are the help texts of the command line.
-COMMAND_LINE = "dspark_hf.cli"
+SECTIONS = ("Args", "Returns", "Raises", "Yields", "Example")
 
 
 def modules():
@@ -26,30 +28,82 @@ def modules():
     return [dspark_hf, *(importlib.import_module(name) for name in names if not name.endswith("__main__"))]
 
 
+def names_on_the_page():
+    """Dotted name -> the members that the API page shows of it, None for all."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8") + "\n"
+    shown = {f"dspark_hf.{name}": None for name in dspark_hf.__all__ if name != "__version__"}
+    for name, options in re.findall(r"^::: (\S+)\n((?: {4}.*\n)*)", page, re.MULTILINE):
+        members = re.search(r"members: \[(.*)\]", options)
+        shown[name] = re.findall(r"\w+", members[1]) if members else None
+    return shown
+
+
 def public_things():
-    """(qualified name, thing) of every public function, class, method and property defined in the package."""
+    """Name -> thing of all that is public: on the API page, or a member that the page shows."""
     things = {}
-    for module in modules():
-        for name, thing in vars(module).items():
-            is_defined_here = getattr(thing, "__module__", None) == module.__name__
-            if name.startswith("_") or not is_defined_here:
-                continue
-            if inspect.isfunction(thing):
-                things[f"{module.__name__}.{name}"] = thing
-            elif inspect.isclass(thing):
-                things[f"{module.__name__}.{name}"] = thing
-                things |= dict(public_members(f"{module.__name__}.{name}", thing))
+    for name, members in names_on_the_page().items():
+        path, _, last = name.rpartition(".")
+        thing = getattr(importlib.import_module(path), last)
+        place = f"{thing.__module__}.{thing.__qualname__}"
+        things[place] = thing
+        if inspect.isclass(thing):
+            things |= {f"{place}.{name}": member for name, member in public_members(thing, members)}
     return things
 
 
-def public_members(prefix, cls):
+def public_members(cls, shown):
     for name, member in vars(cls).items():
         member = getattr(member, "__func__", member)  # of a classmethod or staticmethod
-        if not name.startswith("_") and (inspect.isfunction(member) or isinstance(member, property)):
-            yield f"{prefix}.{name}", member
+        is_documented = inspect.isfunction(member) or isinstance(member, property)
+        if is_documented and (name in shown if shown is not None else not name.startswith("_")):
+            yield name, member
 
 
 THINGS = public_things()
+
+
+def definitions(tree, prefix):
+    """(qualified name, node) of every class and function of a module, nested ones too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield f"{prefix}.{node.name}", node
+            yield from definitions(node, f"{prefix}.{node.name}")
+        else:
+            yield from definitions(node, prefix)
+
+
+def internal_definitions():
+    """(qualified name, node, comments of its file by line) of all that is not public."""
+    for module in modules():
+        with tokenize.open(module.__file__) as file:
+            source = file.read()
+        tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+        comments = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
+        for name, node in definitions(ast.parse(source), module.__name__):
+            if name not in THINGS:
+                yield name, node, comments
+
+
+def is_tensor(annotation):
+    return annotation is not None and re.fullmatch(r"torch\.\w*Tensor( \| None)?", ast.unparse(annotation)) is not None
+
+
+def is_record(node):
+    return isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list)
+
+
+def bare_tensors(node, comments):
+    """Tensors without a comment behind them: fields of a record, and parameters beside others that have a shape."""
+    if is_record(node):
+        tensors = [(n.target.id, n) for n in node.body if isinstance(n, ast.AnnAssign) and is_tensor(n.annotation)]
+    elif isinstance(node, ast.ClassDef):
+        return []
+    else:
+        taken = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        if not any("[" in comments.get(argument.end_lineno, "") for argument in taken):
+            return []
+        tensors = [(argument.arg, argument) for argument in taken if is_tensor(argument.annotation)]
+    return [name for name, tensor in tensors if tensor.end_lineno not in comments]
 
 
 def docstring(thing):
@@ -120,32 +174,27 @@ def test_public_names_exist_and_are_few():
     assert len(dspark_hf.__all__) == len(set(dspark_hf.__all__)) <= 22
 
 
-@pytest.mark.parametrize("name", sorted(set(dspark_hf.__all__) - {"__version__"}))
-def test_public_name_says_what_goes_in_and_what_comes_out(name):
-    thing = getattr(dspark_hf, name)
-    text = docstring(thing)
-    assert text
-    assert bool(taken_by(thing)[0]) == bool(section(text, "Args"))
-    if not inspect.isclass(thing) and returns_something(thing):
-        assert section(text, "Returns")
-
-
-# Every docstring of the package
-
-
-def test_the_walk_finds_the_package():
+def test_the_page_is_understood():
+    places = {place.rpartition(".")[2] for place in THINGS}
+    assert {"DSparkDraftModel", "from_pretrained", "accepted_length", "verify_lengths", "diagnose"} <= places
     assert len(THINGS) > 80
-    for name in (
-        "decoding.verification.verify_block",
-        "drafts.heads.RNNHead.features",
-        "common.records.AcceptanceStats.accepted_length",
-    ):
-        assert f"dspark_hf.{name}" in THINGS
 
 
-def test_every_docstring_begins_with_a_sentence():
-    first_paragraphs = {name: docstring(thing).split("\n\n")[0].rstrip() for name, thing in THINGS.items()}
-    assert [name for name, text in first_paragraphs.items() if not text.endswith((".", ":"))] == []
+# Docstrings of public names
+
+
+@pytest.mark.parametrize("name", sorted(THINGS))
+def test_public_name_says_what_goes_in(name):
+    thing, text = THINGS[name], docstring(THINGS[name])
+    assert text
+    if not isinstance(thing, property) and not refers_to_another(text):
+        assert bool(taken_by(thing)[0]) == bool(section(text, "Args"))
+
+
+def test_public_docstrings_refer_to_public_names_for_their_arguments():
+    places = {".".join(place.split(".")[-2:]) for place in THINGS} | {place.split(".")[-1] for place in THINGS}
+    referred = {name: re.findall(r"\bSee \[`([\w.]+)`\]", docstring(thing)) for name, thing in THINGS.items()}
+    assert {name: others for name, others in referred.items() if not set(others) <= places} == {}
 
 
 def test_documented_arguments_are_those_of_the_signature():
@@ -154,7 +203,7 @@ def test_documented_arguments_are_those_of_the_signature():
         documented = documented_arguments(docstring(thing))
         if isinstance(thing, property):
             taken, is_open = [], False
-        elif name.startswith(COMMAND_LINE) or (refers_to_another(docstring(thing)) and not documented):
+        elif refers_to_another(docstring(thing)) and not documented:
             continue
         else:
             taken, is_open = taken_by(thing)
@@ -163,12 +212,10 @@ def test_documented_arguments_are_those_of_the_signature():
     assert wrong == {}
 
 
-def test_every_docstring_says_what_is_returned():
+def test_public_name_says_what_comes_out():
     wrong = []
     for name, thing in THINGS.items():
         text = docstring(thing)
-        if name.startswith(COMMAND_LINE):
-            continue
         if isinstance(thing, property):
             is_said = text.startswith("`")  # its type
         else:
@@ -189,3 +236,49 @@ def test_entries_go_on_under_themselves():
         if line and not line.startswith("    ") and not is_entry(line, heading)
     ]
     assert wrong == []
+
+
+# All other code
+
+
+def test_every_docstring_begins_with_a_sentence():
+    docstrings = {name: ast.get_docstring(node) for name, node, _ in internal_definitions()}
+    docstrings |= {name: docstring(thing) for name, thing in THINGS.items()}
+    first_paragraphs = {name: (text or ".").split("\n\n")[0].rstrip() for name, text in docstrings.items()}
+    assert [name for name, text in first_paragraphs.items() if not text.endswith((".", ":"))] == []
+
+
+def test_sections_are_for_public_names():
+    headings = re.compile(rf"^({'|'.join(SECTIONS)}):$", re.MULTILINE)
+    found = {name: headings.findall(ast.get_docstring(node) or "") for name, node, _ in internal_definitions()}
+    assert {name: sections for name, sections in found.items() if sections} == {}
+
+
+def test_tensors_have_their_shape_behind_them():
+    # Private ones may say it in their docstring.
+    things = [(name, *rest) for name, *rest in internal_definitions() if "._" not in name.replace(".__", ".")]
+    found = {name: bare_tensors(node, comments) for name, node, comments in things}
+    assert {name: tensors for name, tensors in found.items() if tensors} == {}
+
+
+def test_bare_tensors_are_found():
+    source = """
+@dataclass
+class Record:
+    ids: torch.Tensor  # [1, k]
+    mask: torch.Tensor | None = None
+
+
+def judge(
+    ids: torch.Tensor,  # [1, k]
+    probs: torch.Tensor,
+): ...
+
+
+def count(ids: torch.Tensor): ...
+"""
+    record, judge, count = ast.parse(source).body
+    comments = {4: "# [1, k]", 9: "# [1, k]"}
+    assert bare_tensors(record, comments) == ["mask"]
+    assert bare_tensors(judge, comments) == ["probs"]
+    assert bare_tensors(count, comments) == []

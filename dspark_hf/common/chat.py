@@ -23,31 +23,14 @@ Turn = dict[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """A target's chat template with its switches, for one row.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        enable_thinking (`bool`, *optional*): The template's thinking switch; `None` leaves it to the template.
-        tools (`Sequence[dict[str, Any]]`, *optional*, defaults to `()`): Tools that the row offers.
-    """
+    """A target's chat template with its switches, for one row."""
 
     tokenizer: PreTrainedTokenizerBase
-    enable_thinking: bool | None = None
-    tools: Sequence[dict[str, Any]] = ()
+    enable_thinking: bool | None = None  # the template's thinking switch; None leaves it to the template
+    tools: Sequence[dict[str, Any]] = ()  # tools that the row offers
 
     def render(self, messages: Sequence[Turn], add_generation_prompt: bool = False) -> str:
-        """The text of a conversation.
-
-        Args:
-            messages (`Sequence[dict[str, Any]]`): Its turns.
-            add_generation_prompt (`bool`, *optional*, defaults to `False`): Whether an answer is to follow.
-
-        Returns:
-            `str`
-
-        Raises:
-            ValueError: If there is no template, or it refuses the conversation.
-        """
+        """The text of a conversation."""
         template = self.tokenizer.chat_template
         if not template:
             raise ValueError(
@@ -83,18 +66,7 @@ class Chat:
         ) from failures[0]
 
     def prompt(self, messages: Sequence[Turn]) -> str:
-        """The text up to where the answer begins.
-
-        Args:
-            messages (`Sequence[dict[str, Any]]`): The turns before the answer.
-
-        Returns:
-            `str`
-
-        Raises:
-            ValueError: If the template refuses the turns, ignores a part of them, or does not say where an answer
-                begins.
-        """
+        """The text up to where the answer begins."""
         text = self.render(messages, add_generation_prompt=True)
         if text == self.render(messages):
             self._check_answer_follows(messages, text)
@@ -109,20 +81,7 @@ class Chat:
         return text
 
     def answer(self, messages: Sequence[Turn], prompt: str, ended: bool = True) -> tuple[str, str]:
-        """What the target writes after a prompt: its reasoning, text and calls, in the template's markup.
-
-        Args:
-            messages (`Sequence[dict[str, Any]]`): The conversation, the answer last.
-            prompt (`str`): From [`prompt`].
-            ended (`bool`, *optional*, defaults to `True`): Whether the target ended the answer itself.
-
-        Returns:
-            `tuple[str, str]`: the answer, and what the template puts behind its text, the end of the turn. The markup
-            of calls and the end behind them are not told apart: both are in the first.
-
-        Raises:
-            ValueError: If the template ignores a part of the answer, or begins it otherwise than the prompt ends.
-        """
+        """What the target writes after a prompt: its reasoning, text and calls, in the template's markup."""
         if messages[-1].get("tool_calls"):
             if not ended:
                 raise ValueError("An answer with `tool_calls` must have ended, got one that was cut off.")
@@ -201,29 +160,14 @@ class Chat:
         return answer
 
 
-def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
-    """All that a tokenizer's chat templates say.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Any.
-
-    Returns:
-        `str`: empty where there is none; several named templates one after another.
-    """
+def template_text(tokenizer: PreTrainedTokenizerBase) -> str:  # empty where there is none
+    """All that a tokenizer's chat templates say."""
     template = tokenizer.chat_template or ""
     return template if isinstance(template, str) else "".join(template[name] for name in sorted(template))
 
 
-def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Hash of a chat template: a draft is right for the template it was trained with only.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-
-    Returns:
-        `str`: SHA-256 in hex; of the empty text where there is no template, of the one called `default` where there
-        are several.
-    """
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:  # SHA-256 in hex
+    """Hash of a chat template: a draft is right for the template it was trained with only."""
     template = tokenizer.chat_template
     default = template.get("default") if isinstance(template, dict) else None
     return hashlib.sha256((default or template_text(tokenizer)).encode()).hexdigest()

@@ -22,21 +22,7 @@ def encode_messages(
     enable_thinking: bool | None = None,
     tools: Sequence[dict[str, Any]] = (),
 ) -> tuple[int, ...]:
-    """Tokens of a conversation up to where the answer begins.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        messages (`Sequence[dict[str, Any]]`): The conversation; the last turn is the user's or the result of a tool.
-        enable_thinking (`bool`, *optional*): The template's thinking switch.
-        tools (`Sequence[dict[str, Any]]`, *optional*, defaults to `()`): Tools offered to the target.
-
-    Returns:
-        `tuple[int, ...]`
-
-    Raises:
-        ValueError: If there is no chat template, or it refuses the conversation, ignores a part of it, or does not say
-            where an answer begins.
-    """
+    """Tokens of a conversation up to where the answer begins."""
     ids = _tokens(tokenizer, Chat(tokenizer, enable_thinking, tools).prompt(list(messages)))
     if not ids:
         raise ValueError("The chat template must give a prompt at least one token, got none.")
@@ -51,22 +37,7 @@ def encode_conversation(
     tools: Sequence[dict[str, Any]] = (),
     end_ids: Collection[int] = (),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens of a prompt, and those that the target writes after it.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        messages (`Sequence[dict[str, Any]]`): The conversation, the answer last.
-        finish_reason (`str`, *optional*, defaults to `"stop"`): Why it ended; a cut answer has no end of turn.
-        enable_thinking (`bool`, *optional*): The template's thinking switch.
-        tools (`Sequence[dict[str, Any]]`, *optional*, defaults to `()`): Tools offered to the target.
-        end_ids (`Collection[int]`, *optional*, defaults to `()`): Tokens that `generate` stops at.
-
-    Returns:
-        `tuple[tuple[int, ...], tuple[int, ...]]`: prompt and answer, the end of the turn included.
-
-    Raises:
-        ValueError: If the chat template does not say what the target writes.
-    """
+    """Tokens of a prompt, and those that the target writes after it."""
     chat = Chat(tokenizer, enable_thinking, tools)
     prompt, ended = chat.prompt(messages[:-1]), finish_reason in ENDED
     text, tail = chat.answer(messages, prompt, ended)
@@ -85,28 +56,13 @@ def encode_conversation(
 
 
 def generation_end_ids(target: PreTrainedModel) -> frozenset[int]:
-    """Tokens that `generate` stops at.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-
-    Returns:
-        `frozenset[int]`
-    """
+    """Tokens that `generate` stops at."""
     ids = target.generation_config.eos_token_id
     return frozenset(i for i in (ids if isinstance(ids, (list, tuple)) else [ids]) if i is not None)
 
 
 def end_token_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Tokens that end an answer: those that `generate` stops at, and the one that ends a turn in the chat template.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-
-    Returns:
-        `frozenset[int]`
-    """
+    """Tokens that end an answer: those that `generate` stops at, and the one that ends a turn in the chat template."""
     ends = {tokenizer.eos_token_id, *generation_end_ids(target)}
     # Without a template, or with one that asks for other turns, there is no other end.
     with contextlib.suppress(ValueError):
@@ -115,18 +71,7 @@ def end_token_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def user_turn(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[str, frozenset[int]]:
-    """How a user's turn begins and ends in the chat template: an instruct target goes on with one of its own making.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-
-    Returns:
-        `tuple[str, frozenset[int]]`: the text before the user's, and the tokens that end the turn.
-
-    Raises:
-        ValueError: If there is no chat template, or it refuses a turn of the user alone.
-    """
+    """How a user's turn begins and ends in the chat template: an instruct target goes on with one of its own."""
     if not tokenizer.chat_template:
         raise ValueError("Without a chat template the target cannot write prompts. Pass prompts in a file.")
     head, mark, tail = Chat(tokenizer).render([{"role": "user", "content": TEXT_MARK}]).partition(TEXT_MARK)
@@ -166,20 +111,10 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, raw: bool = False) -> dict[str, torch.Tensor]:
-    """Model inputs of one prompt, through the chat template where the tokenizer has one.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        text (`str`): The user's turn, or the text to continue.
-        raw (`bool`, *optional*, defaults to `False`): Continue the text itself, without the template.
-
-    Returns:
-        `dict[str, torch.Tensor]`: `input_ids` and `attention_mask`, `(1, s)` each.
-
-    Raises:
-        ValueError: If the prompt has no token, or the chat template refuses it.
-    """
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, text: str, raw: bool = False
+) -> dict[str, torch.Tensor]:  # `input_ids` and `attention_mask`, [1, s] each
+    """Model inputs of one prompt, through the chat template where the tokenizer has one."""
     if raw or not tokenizer.chat_template:
         inputs = tokenizer(text, return_tensors="pt")
     else:

@@ -17,35 +17,14 @@ PROMPT_ROLES = ("user", "tool")
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """The turns of a row, with the fields that chat templates read.
-
-    Args:
-        messages (`Any`): What stands in the row.
-
-    Returns:
-        `list[dict[str, Any]]`: `role` and `content` of each turn, and `reasoning_content`, `tool_calls`,
-        `tool_call_id` and `name` where it has them.
-
-    Raises:
-        ValueError: If it is no conversation; the message names the turn.
-    """
+    """The turns of a row, with the fields that chat templates read."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"`messages` must be a list of at least one turn, got {shortened(messages)}.")
     return [_read_turn(turn, number) for number, turn in enumerate(messages, start=1)]
 
 
-def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
-    """The tools that a row offers.
-
-    Args:
-        tools (`Any`): What stands in the row; `None` for none.
-
-    Returns:
-        `tuple[dict[str, Any], ...]`: empty if there are none.
-
-    Raises:
-        ValueError: If they are no list of objects.
-    """
+def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:  # empty if there are none
+    """The tools that a row offers."""
     if tools is None:
         return ()
     if not isinstance(tools, (list, tuple)) or not all(isinstance(tool, dict) for tool in tools):
@@ -54,26 +33,12 @@ def read_tools(tools: Any) -> tuple[dict[str, Any], ...]:
 
 
 def is_answer(turn: Any) -> bool:
-    """Whether a turn is the assistant's.
-
-    Args:
-        turn (`Any`): What stands in a row.
-
-    Returns:
-        `bool`
-    """
+    """Whether a turn is the assistant's."""
     return isinstance(turn, dict) and turn.get("role") == "assistant"
 
 
 def check_prompt(messages: list[dict[str, Any]]) -> None:
-    """Refuse turns that nobody answers.
-
-    Args:
-        messages (`list[dict[str, Any]]`): From [`read_messages`].
-
-    Raises:
-        ValueError: If no turn is the user's, or the last one is neither the user's nor the result of a tool.
-    """
+    """Refuse turns that nobody answers."""
     if not any(turn["role"] == "user" for turn in messages):
         raise ValueError("The turns before the answer must have one of the user, got none.")
     if messages[-1]["role"] not in PROMPT_ROLES:
@@ -84,14 +49,7 @@ def check_prompt(messages: list[dict[str, Any]]) -> None:
 
 
 def answer_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """What an assistant's turn says beside its text.
-
-    Args:
-        message (`dict[str, Any]`): A turn of a row, or the message of a server.
-
-    Returns:
-        `dict[str, Any]`: `reasoning_content` and `tool_calls`, where there are any.
-    """
+    """What an assistant's turn says beside its text."""
     said = {"reasoning_content": next((message[name] for name in REASONING_FIELDS if message.get(name)), None)}
     said["tool_calls"] = message.get("tool_calls")
     return {name: value for name, value in said.items() if value}

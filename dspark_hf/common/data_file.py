@@ -18,14 +18,7 @@ from .jsonl import parse_row, shortened
 
 
 class RowFile:
-    """A JSON Lines file of rows with a `key`.
-
-    Args:
-        path (`Path`): The file; made with its first row.
-
-    Raises:
-        ValueError: If a line is no row.
-    """
+    """A JSON Lines file of rows with a `key`."""
 
     def __init__(self, path: Path):
         self.path = Path(path)
@@ -33,11 +26,7 @@ class RowFile:
         self.keys = {row["key"] for row in self._repaired_rows()}
 
     def append(self, row: dict[str, Any]) -> None:
-        """Add a row and flush it.
-
-        Args:
-            row (`dict[str, Any]`): With a `key`.
-        """
+        """Add a row and flush it."""
         with self.path.open("ab") as file:
             file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
         self.keys.add(row["key"])
@@ -64,15 +53,7 @@ class RowFile:
 
 
 class DataFile(RowFile):
-    """A file of rows with the settings that they are made with beside it.
-
-    Args:
-        path (`Path`): The file.
-        settings (`Any`): A dataclass; what the rows are made with.
-
-    Raises:
-        ValueError: If the file exists and was made with other settings, or is no such file.
-    """
+    """A file of rows with the settings that they are made with beside it."""
 
     def __init__(self, path: Path, settings: Any):
         self.settings_path = Path(path).with_suffix(".settings.json")
@@ -102,12 +83,7 @@ class DataFile(RowFile):
 
 
 class RefusedFile(RowFile):
-    """Prompts that a server refused, `NAME.refused.jsonl` beside the output: a run that goes on does not ask them.
-
-    Args:
-        output (`DataFile`): The answers. Without one, every prompt is asked: the file is removed.
-        ask_again (`bool`, *optional*, defaults to `False`): Remove the file.
-    """
+    """Prompts that a server refused, `NAME.refused.jsonl` beside the output: a run that goes on does not ask them."""
 
     def __init__(self, output: DataFile, ask_again: bool = False):
         path = output.path.with_suffix(".refused.jsonl")

@@ -10,19 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen.
+    """How tokens are chosen."""
 
-    Args:
-        temperature (`float`): 0 decodes greedily.
-        top_p (`float`, *optional*, defaults to 1.0): Nucleus, when sampling.
-    """
-
-    temperature: float
-    top_p: float = 1.0
+    temperature: float  # 0 decodes greedily
+    top_p: float = 1.0  # nucleus, when sampling
 
     @property
     def name(self) -> str:
-        """`str`: What it is called in the report."""
+        """What it is called in the report."""
         if self.is_greedy:
             return "greedy"
         nucleus = f", top-p {self.top_p:g}" if self.top_p < 1 else ""
@@ -30,28 +25,17 @@ class Decoding:
 
     @property
     def is_greedy(self) -> bool:
-        """`bool`: Whether nothing is drawn."""
+        """Whether nothing is drawn."""
         return self.temperature == 0
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """`dict[str, Any]`: Arguments of `generate`."""
+        """Arguments of `generate`."""
         return sampling_arguments(self.temperature, self.top_p)
 
 
 def sampling_arguments(temperature: float, top_p: float = 1.0) -> dict[str, Any]:
-    """Arguments of `generate`; temperature 0 is greedy.
-
-    Args:
-        temperature (`float`): 0 decodes greedily.
-        top_p (`float`, *optional*, defaults to 1.0): Nucleus, when sampling.
-
-    Returns:
-        `dict[str, Any]`
-
-    Raises:
-        ValueError: If one of them is out of range.
-    """
+    """Arguments of `generate`; temperature 0 is greedy."""
     if not math.isfinite(temperature) or temperature < 0:
         raise ValueError(f"A temperature must be a finite number >= 0, got {temperature}.")
     if not 0 < top_p <= 1:

@@ -11,15 +11,7 @@ from typing import Any
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Write a file in one step: a reader finds the old contents or the new ones, whoever else writes at the same time.
-
-    Args:
-        path (`str` or `os.PathLike`): File, in a folder that exists.
-        text (`str`): Its contents, written as UTF-8.
-
-    Raises:
-        OSError: If it cannot be written; nothing is left behind.
-    """
+    """Write a file in one step: a reader finds the old contents or the new, whoever else writes at the same time."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -30,18 +22,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 
 def json_values(value: Any) -> Any:
-    """Put `None` in the place of infinity and of what is not a number: JSON has no word for them.
-
-    Args:
-        value (`Any`): Dicts, lists and tuples of plain values, at any depth.
-
-    Returns:
-        `Any`: the same, with lists for tuples.
-
-    Example:
-        >>> json_values({"rate": float("nan"), "counts": (1, 2)})
-        {'rate': None, 'counts': [1, 2]}
-    """
+    """Put `None` in the place of infinity and of what is not a number: JSON has no word for them."""
     if isinstance(value, dict):
         return {name: json_values(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -50,12 +31,5 @@ def json_values(value: Any) -> Any:
 
 
 def shown_name(name: str) -> str:
-    """A folder's own name without the path to it, which is nobody else's business; any other name as it is.
-
-    Args:
-        name (`str`): Folder or Hub id.
-
-    Returns:
-        `str`
-    """
+    """A folder's own name without the path to it, which is nobody else's business; any other name as it is."""
     return Path(name).name if Path(name).is_dir() else name

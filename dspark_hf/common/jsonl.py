@@ -23,77 +23,38 @@ logger = logging.getLogger("transformers.dspark_hf.common.jsonl")
 
 @dataclass(frozen=True)
 class TextLine:
-    """A line of a text file, or what is wrong with its bytes.
+    """A line of a text file, or what is wrong with its bytes."""
 
-    Args:
-        number (`int`): From 1.
-        text (`str`): The line without its end; empty where there is a problem.
-        problem (`str`, *optional*, defaults to `""`): Rule, value received and remedy.
-    """
-
-    number: int
-    text: str
-    problem: str = ""
+    number: int  # from 1
+    text: str  # the line without its end; empty where there is a problem
+    problem: str = ""  # rule, value received and remedy
 
 
 @dataclass(frozen=True)
 class JsonRow:
-    """A row of a file, or what is wrong with it.
+    """A row of a file, or what is wrong with it."""
 
-    Args:
-        number (`int`): Its line, from 1; in a file that is one JSON array, its place there.
-        value (`dict`, *optional*): The object; `None` where there is a problem.
-        problem (`str`, *optional*, defaults to `""`): Rule, value received and remedy.
-        unit (`str`, *optional*, defaults to `"line"`): What `number` counts; `"row"` in an array.
-        is_repaired (`bool`, *optional*, defaults to `False`): Whether NaN or infinity was read as `None`.
-    """
-
-    number: int
-    value: dict[str, Any] | None
-    problem: str = ""
-    unit: str = "line"
-    is_repaired: bool = False
+    number: int  # its line, from 1; in a file that is one JSON array, its place there
+    value: dict[str, Any] | None  # the object; None where there is a problem
+    problem: str = ""  # rule, value received and remedy
+    unit: str = "line"  # what `number` counts; `"row"` in an array
+    is_repaired: bool = False  # whether NaN or infinity was read as None
 
 
 def shortened(value: Any, limit: int = 80) -> str:
-    """A value as a message quotes it.
-
-    Args:
-        value (`Any`): A text, or something read from JSON.
-        limit (`int`, *optional*, defaults to 80): Most characters.
-
-    Returns:
-        `str`: in quotes, without line breaks.
-    """
+    """A value as a message quotes it."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     return repr(text if len(text) <= limit else text[: limit - 3] + "...")
 
 
 def kind(value: Any) -> str:
-    """What JSON calls a value.
-
-    Args:
-        value (`Any`): Something read from JSON.
-
-    Returns:
-        `str`
-    """
+    """What JSON calls a value."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def read_lines(path: Path) -> Iterator[TextLine]:
-    """Lines of a file in UTF-8, or in UTF-16 or UTF-32 with a byte order mark; a bad byte spoils its own line only.
-
-    Args:
-        path (`Path`): The file.
-
-    Returns:
-        `Iterator[TextLine]`, blank lines included.
-
-    Raises:
-        OSError: If it cannot be read.
-    """
+    """Lines of a file in UTF-8, or in UTF-16 or UTF-32 with a byte order mark; a bad byte spoils its own line only."""
     with Path(path).open("rb") as file:
         encoding = json.detect_encoding(file.read(4))
         file.seek(0)
@@ -113,18 +74,7 @@ def read_lines(path: Path) -> Iterator[TextLine]:
 
 
 def parse_json(text: str) -> Any:
-    """A JSON text as a value, more strictly than Python reads it.
-
-    Args:
-        text (`str`): The text.
-
-    Returns:
-        `Any`: the value.
-
-    Raises:
-        JSONDecodeError: If it is no JSON.
-        ValueError: If a key occurs twice in an object, half a surrogate pair stands alone, or it is nested too deeply.
-    """
+    """A JSON text as a value, more strictly than Python reads it."""
     try:
         value = json.loads(text, object_pairs_hook=_unique)
         if "\\ud" in text.lower():
@@ -138,15 +88,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_row(number: int, text: str) -> JsonRow:
-    """A line as a row.
-
-    Args:
-        number (`int`): Its number, from 1.
-        text (`str`): The line.
-
-    Returns:
-        [`JsonRow`]
-    """
+    """A line as a row."""
     try:
         return _as_row(number, parse_json(text))
     except ValueError as error:
@@ -159,31 +101,12 @@ def read_json_lines(path: Path) -> Iterator[JsonRow]:
     """Rows of a file with an object a line; a file that is one JSON array gives its entries. Blank lines are skipped.
 
     NaN and infinity, which JSON does not have, are read as `None`; the log says in how many rows.
-
-    Args:
-        path (`Path`): The file.
-
-    Returns:
-        `Iterator[JsonRow]`
-
-    Raises:
-        OSError: If it cannot be read.
     """
     return _counted(path, _line_rows(path))
 
 
 def read_json_array(path: Path) -> Iterator[JsonRow]:
-    """Rows of a file that must be one JSON array; otherwise as [`read_json_lines`].
-
-    Args:
-        path (`Path`): The file.
-
-    Returns:
-        `Iterator[JsonRow]`: a single one where the file as a whole is wrong.
-
-    Raises:
-        OSError: If it cannot be read.
-    """
+    """Rows of a file that must be one JSON array; otherwise as [`read_json_lines`]."""
     return _counted(path, _array_rows(path))
 
 

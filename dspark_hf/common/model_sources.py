@@ -20,20 +20,7 @@ _GGUF_REMEDY = (
 
 
 def find_source(name: str | os.PathLike, subfolder: str = "") -> str:
-    """The folder or Hub id that a name stands for.
-
-    Args:
-        name (`str` or `os.PathLike`): As a user gives it; `~` is the home folder.
-        subfolder (`str`, *optional*, defaults to `""`): Where the files lie inside of it.
-
-    Returns:
-        `str`: a folder with a config.json or a PEFT adapter in it, or what may be a Hub id.
-
-    Raises:
-        FileNotFoundError: If it is a folder without a model, or can only be a path, and there is no such folder.
-        NotADirectoryError: If it is a file.
-        ValueError: If the name is empty.
-    """
+    """The folder or Hub id that a name stands for."""
     text = os.fspath(os.path.expanduser(name))
     if not text.strip():
         raise ValueError("A model is named by its folder or its Hub id, got an empty name.")
@@ -49,14 +36,7 @@ def find_source(name: str | os.PathLike, subfolder: str = "") -> str:
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a name that is no folder here can only have been meant as one.
-
-    Args:
-        name (`str`): Folder or Hub id.
-
-    Returns:
-        `bool`: `False` for what may be a Hub id, `name` or `owner/name`.
-    """
+    """Whether a name that is no folder here can only have been meant as one."""
     parts = name.replace(os.sep, "/").split("/")
     return (
         name.startswith((".", "~"))
@@ -68,19 +48,7 @@ def looks_like_path(name: str) -> bool:
 
 
 def read_config_fields(source: str, hub_arguments: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The config.json of a model.
-
-    Args:
-        source (`str`): From [`find_source`].
-        hub_arguments (`dict[str, Any]`, *optional*): Arguments of `from_pretrained` that find files.
-
-    Returns:
-        `dict[str, Any]`: empty where there is none.
-
-    Raises:
-        OSError: If the model is neither here nor on the Hub, or its config.json is no JSON.
-        ValueError: If its config.json holds no object.
-    """
+    """The config.json of a model."""
     try:
         fields = PreTrainedConfig.get_config_dict(source, **(hub_arguments or {}))[0]
     except OSError as error:
@@ -94,19 +62,8 @@ def read_config_fields(source: str, hub_arguments: dict[str, Any] | None = None)
     return fields
 
 
-def find_file(source: str, name: str) -> str | None:
-    """A file of a model, fetched where it is on the Hub.
-
-    Args:
-        source (`str`): From [`find_source`].
-        name (`str`): Name of the file.
-
-    Returns:
-        `str`: path on this machine, or `None` where the model has no such file.
-
-    Raises:
-        OSError: If the Hub has no such model, or does not let it be read.
-    """
+def find_file(source: str, name: str) -> str | None:  # path on this machine, or None where the model has no such file
+    """A file of a model, fetched where it is on the Hub."""
     quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     try:
         return cached_file(source, name, **quietly)

@@ -8,16 +8,7 @@ from pathlib import Path
 
 
 def check_output_folder(path: str | os.PathLike | None, option: str) -> None:
-    """Refuse a folder that cannot be made or written to; nothing is made.
-
-    Args:
-        path (`str` or `os.PathLike`, *optional*): Folder, which need not exist; without one all is well.
-        option (`str`): Name of the option that gave it, for the message.
-
-    Raises:
-        NotADirectoryError: If it is a file, or lies inside of one.
-        PermissionError: If it may not be written to.
-    """
+    """Refuse a folder that cannot be made or written to; nothing is made."""
     if path is None:
         return
     place = Path(path)
@@ -32,17 +23,7 @@ def check_output_folder(path: str | os.PathLike | None, option: str) -> None:
 
 
 def check_output_file(path: str | os.PathLike | None, option: str) -> None:
-    """Refuse a file that cannot be made or replaced; nothing is made.
-
-    Args:
-        path (`str` or `os.PathLike`, *optional*): File, which need not exist, nor need its folder.
-        option (`str`): Name of the option that gave it, for the message.
-
-    Raises:
-        IsADirectoryError: If it is a folder.
-        NotADirectoryError: If it lies inside of a file.
-        PermissionError: If it may not be written to.
-    """
+    """Refuse a file that cannot be made or replaced; nothing is made."""
     if path is None:
         return
     if Path(path).is_dir():
@@ -51,16 +32,7 @@ def check_output_file(path: str | os.PathLike | None, option: str) -> None:
 
 
 def check_input_file(path: str | os.PathLike | None, option: str) -> None:
-    """Refuse a file that is not there.
-
-    Args:
-        path (`str` or `os.PathLike`, *optional*): File to read.
-        option (`str`): Name of the option that gave it, for the message.
-
-    Raises:
-        IsADirectoryError: If it is a folder.
-        FileNotFoundError: If there is none.
-    """
+    """Refuse a file that is not there."""
     if path is None:
         return
     if Path(path).is_dir():

@@ -15,19 +15,7 @@ FORMATS = (".png", ".svg")
 
 
 def check_can_plot(path: str | os.PathLike, what: str = "picture") -> Path:
-    """Whether a picture can be drawn and written to `path`; better asked before the work than after it.
-
-    Args:
-        path (`str` or `os.PathLike`): File to write.
-        what (`str`, *optional*, defaults to `"picture"`): What it is called in messages.
-
-    Returns:
-        `pathlib.Path`: the same.
-
-    Raises:
-        ValueError: If the file has another ending than `.png` or `.svg`.
-        RuntimeError: If matplotlib is not installed.
-    """
+    """Whether a picture can be drawn and written to `path`; better asked before the work than after it."""
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"A {what} must be a .png or .svg file, got {str(path)!r}.")
@@ -41,15 +29,7 @@ def check_can_plot(path: str | os.PathLike, what: str = "picture") -> Path:
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure; missing folders are made.
-
-    Args:
-        figure (`Figure`): The figure.
-        path (`pathlib.Path`): File to write, from [`check_can_plot`].
-
-    Returns:
-        `pathlib.Path`: the same.
-    """
+    """Write a figure; missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
     try:

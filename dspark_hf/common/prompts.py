@@ -101,18 +101,7 @@ def read_prompts(path: str | os.PathLike) -> list[Prompt]:
 
 
 def read_prompt_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Rows of a user's file; a line of a `.txt` file is a row with a `prompt`.
-
-    Args:
-        path (`Path`): See [`read_prompts`].
-
-    Returns:
-        `list[tuple[str, dict]]`: where each row stands, for messages, and the row; at least one.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file has another ending or encoding, or holds no row, or a row that is no JSON object.
-    """
+    """Rows of a user's file; a line of a `.txt` file is a row with a `prompt`."""
     readers = {".txt": _txt_rows, ".json": read_json_array, ".jsonl": read_json_lines}
     if path.suffix.lower() not in readers:
         raise ValueError(
@@ -133,18 +122,7 @@ def read_prompt_rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def row_prompt(where: str, row: dict[str, Any]) -> Prompt:
-    """The prompt of a row.
-
-    Args:
-        where (`str`): Where it stands, for messages.
-        row (`dict[str, Any]`): See [`read_prompts`].
-
-    Returns:
-        [`Prompt`]
-
-    Raises:
-        ValueError: If it has none.
-    """
+    """The prompt of a row."""
     text = _row_text(row)
     if not isinstance(text, str) or not text.strip():
         raise ValueError(

@@ -209,9 +209,5 @@ def collect_rounds() -> Iterator[AcceptanceStats]:
 
 
 def active_collectors() -> tuple[AcceptanceStats, ...]:
-    """The collectors of the `with collect_rounds()` blocks around the caller.
-
-    Returns:
-        `tuple[AcceptanceStats, ...]`, outermost first.
-    """
+    """The collectors of the `with collect_rounds()` blocks around the caller."""
     return _COLLECTORS.get()

@@ -13,39 +13,17 @@ logger = logging.get_logger("transformers.dspark_hf.common.thinking")
 
 
 def has_thinking_switch(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template writes another prompt with thinking on than with thinking off.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-
-    Returns:
-        `bool`
-    """
+    """Whether the chat template writes another prompt with thinking on than with thinking off."""
     return bool(tokenizer.chat_template) and _prompt(tokenizer, True) != _prompt(tokenizer, False)
 
 
 def thinks_by_default(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a chat template that has the switch takes it for on where nothing is said.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's, with the switch.
-
-    Returns:
-        `bool`
-    """
+    """Whether a chat template that has the switch takes it for on where nothing is said."""
     return _prompt(tokenizer, None) == _prompt(tokenizer, True)
 
 
 def with_thinking(tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | None) -> PreTrainedTokenizerBase:
-    """A tokenizer whose chat template has its thinking switch set.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): Any; it is not changed.
-        enable_thinking (`bool`, *optional*): The switch; `None` leaves it to the template.
-
-    Returns:
-        `PreTrainedTokenizerBase`: a copy, or the tokenizer itself where there is nothing to set.
-    """
+    """A tokenizer whose chat template has its thinking switch set."""
     if enable_thinking is None or not tokenizer.chat_template:
         return tokenizer
     switched = copy.copy(tokenizer)
@@ -56,28 +34,14 @@ def with_thinking(tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | No
 
 def choose_thinking(
     tokenizer: PreTrainedTokenizerBase, asked: bool | None, training_info: dict | None = None
-) -> bool | None:
-    """How the switch stands: as asked for, else as the draft was trained, else as the template has it.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        asked (`bool`, *optional*): What the user wants.
-        training_info (`dict`, *optional*): The draft's; nothing is known of its training without it.
-
-    Returns:
-        `bool` or `None`: for [`with_thinking`].
-    """
+) -> bool | None:  # or None: for `with_thinking`
+    """How the switch stands: as asked for, else as the draft was trained, else as the template has it."""
     check_thinking(tokenizer, asked)
     return asked if asked is not None else (training_info or {}).get("enable_thinking")
 
 
 def check_thinking(tokenizer: PreTrainedTokenizerBase, asked: bool | None) -> None:
-    """Warn where the user sets a switch that the chat template does not have.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        asked (`bool`, *optional*): What the user wants.
-    """
+    """Warn where the user sets a switch that the chat template does not have."""
     if asked is not None and not has_thinking_switch(tokenizer):
         logger.warning(
             f"`enable_thinking={asked}` changes nothing: the chat template of this target has no thinking switch."

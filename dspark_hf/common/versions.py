@@ -10,9 +10,5 @@ from .._version import __version__
 
 
 def library_versions() -> dict[str, str]:
-    """What a result was made with.
-
-    Returns:
-        `dict[str, str]`: versions of dspark_hf, transformers and torch, by name.
-    """
+    """What a result was made with."""
     return {"dspark_hf": __version__, "transformers": transformers.__version__, "torch": torch.__version__}

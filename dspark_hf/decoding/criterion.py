@@ -42,17 +42,11 @@ UNMEASURED = SPSCurve.linear(slot_cost=0.05, draft_cost=0.1)
 
 @dataclass(frozen=True)
 class DraftingOptions:
-    """What the user asked of the drafting half, resolved from the generation configs.
+    """What the user asked of the drafting half, resolved from the generation configs."""
 
-    Args:
-        num_assistant_tokens (`int`): Most drafts sent per round.
-        confidence_threshold (`float`, *optional*): Cut at the first slot whose own confidence is below it.
-        schedule (`str`): One of `SCHEDULES`; a threshold takes precedence over it.
-    """
-
-    num_assistant_tokens: int
-    confidence_threshold: float | None
-    schedule: str
+    num_assistant_tokens: int  # most drafts sent per round
+    confidence_threshold: float | None  # cut at the first slot whose own confidence is below it
+    schedule: str  # one of `SCHEDULES`; a threshold takes precedence over it
 
 
 def resolve_options(
@@ -61,17 +55,6 @@ def resolve_options(
     """Read the knobs: the call's own values first, then the draft's `generation_config`, then the defaults.
 
     See [`chosen_knob`] for what counts as a choice.
-
-    Args:
-        config (`DSparkConfig`): The draft's configuration.
-        draft_generation_config (`GenerationConfig`): `draft.generation_config`.
-        call_config (`GenerationConfig`, *optional*): The call's merged config.
-
-    Returns:
-        [`DraftingOptions`]
-
-    Raises:
-        ValueError: If a knob is out of range, unknown, or needs a confidence head that the draft lacks.
     """
 
     def chosen(name: str) -> Any:
@@ -106,16 +89,8 @@ def resolve_options(
     return DraftingOptions(num_tokens, threshold, schedule)
 
 
-def scheduler_for(options: DraftingOptions, do_sample: bool) -> Scheduler | None:
-    """The scheduler that the knobs ask for.
-
-    Args:
-        options (`DraftingOptions`): The knobs.
-        do_sample (`bool`): Whether the call samples; only a greedy one may read the confidences of later slots.
-
-    Returns:
-        [`Scheduler`], or `None` where every draft is sent.
-    """
+def scheduler_for(options: DraftingOptions, do_sample: bool) -> Scheduler | None:  # None where every draft is sent
+    """The scheduler that the knobs ask for."""
     if options.confidence_threshold is not None:
         return ThresholdScheduler(options.confidence_threshold)
     if options.schedule == "confidence":
@@ -209,20 +184,13 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         kept = kept_pace(self.curve, self._paces, tokens_left)
         return self._gate.opens(self._outlook(), len(self.histories), kept)
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
-        """Whether to end the block before the last slot in `confidence`.
-
-        Args:
-            input_ids (`torch.LongTensor` of shape `(R, s)`): Text and drafts so far; not read.
-            scores (`torch.Tensor`): Not read.
-            confidence (`torch.Tensor` of shape `(R, k + 1)`): c of slots 0 to k, in [0, 1].
-
-        Returns:
-            `torch.BoolTensor` of shape `(R,)`.
-
-        Raises:
-            RuntimeError: If there is no `confidence`, as in `generate(stopping_criteria=...)`.
-        """
+    def __call__(
+        self,
+        input_ids: torch.Tensor,  # [R, s]  # noqa: ARG002
+        scores: torch.Tensor,  # noqa: ARG002
+        **kwargs: Any,  # `confidence` [R, k + 1], c of slots 0 to k, in [0, 1]
+    ) -> torch.Tensor:  # [R]
+        """Whether to end the block before the last slot in `confidence`."""
         confidence = kwargs.get("confidence")
         if confidence is None:
             raise RuntimeError(

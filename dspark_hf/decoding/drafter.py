@@ -37,32 +37,20 @@ class DraftProposal:
 
 @dataclass(frozen=True)
 class ContextSpan:
-    """The committed tokens of one request in a pass of the target, its new anchor excluded.
+    """The committed tokens of one request in a pass of the target, its new anchor excluded."""
 
-    Args:
-        request (`int`): Index of the request among those that run.
-        rows (`slice`): Its rows of the hidden states, n of them.
-        positions (`torch.LongTensor` of shape `(1, n + 1)`): Positions in its text, the anchor's last.
-        keep (`torch.BoolTensor` of shape `(n,)`, *optional*): `False` where a prompt is padded; `None`: nowhere.
-    """
-
-    request: int
-    rows: slice
-    positions: torch.Tensor
-    keep: torch.Tensor | None = None
+    request: int  # index of the request among those that run
+    rows: slice  # its rows of the hidden states, n of them
+    positions: torch.Tensor  # [1, n + 1], positions in its text, the anchor's last
+    keep: torch.Tensor | None = None  # [n], False where a prompt is padded; None: nowhere
 
 
 @dataclass(frozen=True)
 class CommittedContext:
-    """What a pass of the target leaves for the draft to read.
+    """What a pass of the target leaves for the draft to read."""
 
-    Args:
-        hidden_states (`tuple[torch.Tensor]`): By layer, each `(1, N, d)`; `None` for layers that were not asked for.
-        spans (`tuple[ContextSpan, ...]`): One for each request that goes on.
-    """
-
-    hidden_states: tuple[torch.Tensor | None, ...]
-    spans: tuple[ContextSpan, ...]
+    hidden_states: tuple[torch.Tensor | None, ...]  # by layer, each [1, N, d]; None for layers that were not asked for
+    spans: tuple[ContextSpan, ...]  # one for each request that goes on
 
 
 class Drafter(Protocol):

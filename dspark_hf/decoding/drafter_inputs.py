@@ -18,19 +18,13 @@ from ..drafts.position_limits import PositionLimits
 from .drafter import CommittedContext, ContextSpan
 
 
-def chosen_knob(name: str, draft_config: GenerationConfig, call_config: GenerationConfig | None) -> Any:
+def chosen_knob(
+    name: str, draft_config: GenerationConfig, call_config: GenerationConfig | None
+) -> Any:  # None where nobody chose one
     """A drafting knob: the call's own value, else that of the draft's `generation_config`.
 
     transformers merges 20 tokens, threshold 0.4 and "constant" into every call, so those values of the call are
     nobody's choice and count as unset; on the draft every value counts.
-
-    Args:
-        name (`str`): Name of the field.
-        draft_config (`GenerationConfig`): `draft.generation_config`.
-        call_config (`GenerationConfig`, *optional*): The call's merged config.
-
-    Returns:
-        The value, `None` where nobody chose one.
     """
     call_value = getattr(call_config, name, None)
     if call_value is not None and call_value != LIBRARY_DEFAULTS.get(name):
@@ -39,43 +33,23 @@ def chosen_knob(name: str, draft_config: GenerationConfig, call_config: Generati
 
 
 def end_token_ids(generation_config: GenerationConfig) -> frozenset[int]:
-    """The tokens that end a text of a call.
-
-    Args:
-        generation_config (`GenerationConfig`): The call's prepared config.
-
-    Returns:
-        `frozenset[int]`
-    """
+    """The tokens that end a text of a call."""
     eos_token_id = getattr(generation_config, "_eos_token_tensor", None)
     return frozenset(eos_token_id.flatten().tolist() if eos_token_id is not None else ())
 
 
 def length_to_end(token_ids: Sequence[int], end_ids: frozenset[int]) -> int:
-    """Drafts up to the first that ends the text: nothing is kept after an accepted one.
-
-    Args:
-        token_ids (`Sequence[int]`): Drafts.
-        end_ids (`frozenset[int]`): Tokens that end a text.
-
-    Returns:
-        `int`
-    """
+    """Drafts up to the first that ends the text: nothing is kept after an accepted one."""
     return next((slot + 1 for slot, token in enumerate(token_ids) if token in end_ids), len(token_ids))
 
 
-def drafts_within(limits: PositionLimits, most: int, text: torch.Tensor, anchor_position: torch.Tensor) -> int:
-    """`most` drafts, or as many as the target's positions allow.
-
-    Args:
-        limits (`PositionLimits`): The target's.
-        most (`int`): Drafts that are wanted at most.
-        text (`torch.LongTensor` of shape `(1, s)`): The text, padding included, the anchor last.
-        anchor_position (`torch.LongTensor` of shape `(1, 1)`): Its position in the text, padding left out.
-
-    Returns:
-        `int`
-    """
+def drafts_within(
+    limits: PositionLimits,
+    most: int,  # drafts that are wanted at most
+    text: torch.Tensor,  # [1, s], the text, padding included, the anchor last
+    anchor_position: torch.Tensor,  # [1, 1], its position in the text, padding left out
+) -> int:
+    """`most` drafts, or as many as the target's positions allow."""
     if limits == PositionLimits() or most < 1:
         return most
     # Some targets go by the position, some by the length of the padded text.
@@ -86,18 +60,7 @@ def drafts_within(limits: PositionLimits, most: int, text: torch.Tensor, anchor_
 def check_hidden_states(
     hidden_states: tuple[torch.Tensor, ...] | None, layer_ids: Sequence[int], width: int, target: str, kind: str
 ) -> None:
-    """Check that the target returned the hidden states a draft reads.
-
-    Args:
-        hidden_states (`tuple[torch.Tensor]`, *optional*): The target's, indexed by layer.
-        layer_ids (`Sequence[int]`): `target_layer_ids` of the draft.
-        width (`int`): d.
-        target (`str`): Name of the target's class.
-        kind (`str`): Kind of draft.
-
-    Raises:
-        ValueError: If they are missing, or not of shape `(1, tokens, d)`.
-    """
+    """Check that the target returned the hidden states a draft reads."""
     known = hidden_states or ()
     captured = [known[i + 1] if i + 1 < len(known) else None for i in layer_ids]
     if any(states is None for states in captured):
@@ -115,46 +78,24 @@ def check_hidden_states(
 
 
 def captured_states(
-    hidden_states: tuple[torch.Tensor, ...],
+    hidden_states: tuple[torch.Tensor, ...],  # the target's, indexed by layer; each [1, >= num_tokens, d]
     layer_ids: Sequence[int],
     num_tokens: int,
     device: torch.device,
     dtype: torch.dtype,
-) -> torch.Tensor:
-    """The layers that a draft reads, side by side.
-
-    Args:
-        hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; each `(1, >= num_tokens, d)`.
-        layer_ids (`Sequence[int]`): `target_layer_ids` of the draft.
-        num_tokens (`int`): Leading tokens to take.
-        device (`torch.device`): Of the draft.
-        dtype (`torch.dtype`): Of the draft.
-
-    Returns:
-        `torch.Tensor` of shape `(1, num_tokens, m * d)`.
-    """
+) -> torch.Tensor:  # [1, num_tokens, m * d]
+    """The layers that a draft reads, side by side."""
     return torch.cat([hidden_states[i + 1][:, :num_tokens].to(device, dtype) for i in layer_ids], dim=-1)
 
 
 def context_of_one(
-    hidden_states: tuple[torch.Tensor, ...],
+    hidden_states: tuple[torch.Tensor, ...],  # the target's, indexed by layer; each [1, >= num_tokens, d]
     num_tokens: int,
     model_kwargs: dict[str, Any],
     num_before: int,
-    is_prompt: bool,
+    is_prompt: bool,  # whether they are the prompt, which may be padded on the left
 ) -> CommittedContext:
-    """The committed tokens of a pass over one request.
-
-    Args:
-        hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; each `(1, >= num_tokens, d)`.
-        num_tokens (`int`): Leading rows that were committed: c.
-        model_kwargs (`dict[str, Any]`): Keyword arguments of the target's forward, grown to the anchor.
-        num_before (`int`): Tokens before them, where the target has no positions: only differences matter.
-        is_prompt (`bool`): Whether they are the prompt, which may be padded on the left.
-
-    Returns:
-        [`CommittedContext`]
-    """
+    """The committed tokens of a pass over one request."""
     position_ids, mask, keep = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask"), None
     if position_ids is None:
         positions = torch.arange(num_before, num_before + num_tokens + 1)[None]
@@ -166,30 +107,16 @@ def context_of_one(
 
 
 def num_prompt_tokens(hidden_states: tuple[torch.Tensor | None, ...]) -> int:
-    """Tokens of the pass that hidden states are of.
-
-    Args:
-        hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; `None` where a layer was not kept.
-
-    Returns:
-        `int`
-    """
+    """Tokens of the pass that hidden states are of."""
     return next(states.shape[1] for states in hidden_states if states is not None)
 
 
 def over_target_vocabulary(
-    logits: torch.Tensor, draft_token_ids: torch.Tensor | None, vocab_size: int
-) -> torch.Tensor:
-    """Spread logits over the target's vocabulary; ids outside a reduced draft vocabulary get probability 0.
-
-    Args:
-        logits (`torch.Tensor` of shape `(..., D)`): Over the draft vocabulary, or over the target's already.
-        draft_token_ids (`torch.LongTensor` of shape `(D,)`, *optional*): Target ids of a reduced vocabulary.
-        vocab_size (`int`): V.
-
-    Returns:
-        `torch.Tensor` of shape `(..., V)`.
-    """
+    logits: torch.Tensor,  # [..., D]
+    draft_token_ids: torch.Tensor | None,  # [D]
+    vocab_size: int,  # V
+) -> torch.Tensor:  # [..., V]
+    """Spread logits over the target's vocabulary; ids outside a reduced draft vocabulary get probability 0."""
     if logits.shape[-1] == vocab_size:
         return logits
     full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))

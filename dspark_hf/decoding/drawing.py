@@ -28,41 +28,25 @@ logger = logging.get_logger("transformers.dspark_hf.decoding.drawing")
 
 @dataclass(frozen=True)
 class DrawnBlocks:
-    """What a round drew.
+    """What a round drew."""
 
-    Args:
-        token_ids (`torch.LongTensor` of shape `(R, k)`): Target ids; those from `lengths` on mean nothing.
-        draft_logits (`torch.Tensor` of shape `(R, k, D or V)`, *optional*): What they came from; `None` when greedy.
-        lengths (`list[int]`): Leading slots of each request that may be sent.
-        overflowed (`list[bool]`): Whether a request's block ended at logits of the draft that are not finite.
-    """
-
-    token_ids: torch.Tensor
-    draft_logits: torch.Tensor | None
-    lengths: list[int]
-    overflowed: list[bool]
+    token_ids: torch.Tensor  # [R, k], target ids; those from `lengths` on mean nothing
+    draft_logits: torch.Tensor | None  # [R, k, D or V], what they came from; None when greedy
+    lengths: list[int]  # leading slots of each request that may be sent
+    overflowed: list[bool]  # whether a request's block ended at logits of the draft that are not finite
 
 
 class BlockDrawer:
-    """Draws the slots of a round one after the other, for all requests at once.
-
-    Args:
-        texts (`Sequence[torch.LongTensor]` of length R): Each `(1, s)`, the anchor last.
-        processors (`Sequence[LogitsProcessorList]` of length R): The mirrored processors of each request.
-        limits (`Sequence[int]` of length R): Most slots of each request.
-        do_sample (`bool`): Sampling or greedy decoding.
-        vocab_size (`int`): V.
-        draft_token_ids (`torch.LongTensor` of shape `(D,)`, *optional*): Target ids of a reduced draft vocabulary.
-    """
+    """Draws the slots of a round one after the other, for all requests at once."""
 
     def __init__(
         self,
-        texts: Sequence[torch.Tensor],
-        processors: Sequence[LogitsProcessorList],
-        limits: Sequence[int],
-        do_sample: bool,
-        vocab_size: int,
-        draft_token_ids: torch.Tensor | None,
+        texts: Sequence[torch.Tensor],  # R of [1, s], the anchor last
+        processors: Sequence[LogitsProcessorList],  # [R], the mirrored processors of each request
+        limits: Sequence[int],  # [R], most slots of each request
+        do_sample: bool,  # sampling or greedy decoding
+        vocab_size: int,  # V
+        draft_token_ids: torch.Tensor | None,  # [D], target ids of a reduced draft vocabulary
     ):
         self._texts, self._processors, self._limits = list(texts), processors, list(limits)
         self._do_sample, self._vocab_size, self._draft_token_ids = do_sample, vocab_size, draft_token_ids
@@ -75,18 +59,14 @@ class BlockDrawer:
 
     @property
     def has_open_blocks(self) -> bool:
-        """`bool`: Whether any block goes on; known only where processors read the text, `True` otherwise."""
+        """Whether any block goes on; known only where processors read the text, `True` otherwise."""
         return any(self._open)
 
-    def draw(self, logits: torch.Tensor) -> torch.Tensor:
-        """Draw the next slot.
-
-        Args:
-            logits (`torch.Tensor` of shape `(R, D)`): The draft's.
-
-        Returns:
-            `torch.LongTensor` of shape `(R,)`: target ids, valid ones also where a block has ended.
-        """
+    def draw(
+        self,
+        logits: torch.Tensor,  # [R, D]
+    ) -> torch.Tensor:  # [R], target ids, valid ones also where a block has ended
+        """Draw the next slot."""
         row, finite = self._process(logits)
         token_ids, usable = draw_token(row, self._do_sample)
         self._finite.append(usable if finite is None else finite)
@@ -102,12 +82,11 @@ class BlockDrawer:
             self._texts = [torch.cat([text, added[i : i + 1, None]], dim=1) for i, text in enumerate(self._texts)]
         return token_ids
 
-    def draw_all(self, logits: torch.Tensor) -> None:
-        """Draw all slots at once: greedy, without processors, and where no slot depends on the drafts before it.
-
-        Args:
-            logits (`torch.Tensor` of shape `(R, k, D)`): The draft's.
-        """
+    def draw_all(
+        self,
+        logits: torch.Tensor,  # [R, k, D]
+    ) -> None:
+        """Draw all slots at once: greedy, without processors, and where no slot depends on the drafts before it."""
         token_ids, usable = draw_token(logits, do_sample=False)
         self._tokens = list(self._to_target_ids(token_ids, logits.shape[-1]).unbind(1))
         self._usable = self._finite = list(usable.unbind(1))
@@ -135,11 +114,7 @@ class BlockDrawer:
         return torch.cat([own(text, part) if is_open else part for own, text, part, is_open in columns]), finite
 
     def finish(self) -> DrawnBlocks:
-        """End the round; the one place where the host waits for what was drawn.
-
-        Returns:
-            [`DrawnBlocks`]
-        """
+        """End the round; the one place where the host waits for what was drawn."""
         stacked = torch.stack([torch.stack(self._usable, dim=1), torch.stack(self._finite, dim=1)])  # [2, R, k]
         lengths, overflowed = [], []
         for limit, usable, finite in zip(self._limits, *stacked.tolist(), strict=True):
@@ -151,12 +126,7 @@ class BlockDrawer:
 
 
 def warn_not_finite(draft: PreTrainedModel, what: str) -> None:
-    """Say once why blocks end early, and what helps.
-
-    Args:
-        draft (`PreTrainedModel`): The draft.
-        what (`str`): What is not finite: "logits" or "confidences".
-    """
+    """Say once why blocks end early, and what helps."""
     dtype = str(draft.dtype).removeprefix("torch.")
     if draft.dtype == torch.float16:
         remedy = "float16 ends at 65504. Load the draft in bfloat16 or float32"

@@ -40,21 +40,10 @@ from .processors import mirrored
 
 def resolve_num_drafts(
     config: Eagle3Config, draft_generation_config: GenerationConfig, call_config: GenerationConfig | None = None
-) -> int:
+) -> int:  # at least 1
     """Drafts per round: the call's own value, else that of the draft's `generation_config`, else `ttt_length`.
 
     What transformers merges into every call is nobody's choice and counts as unset.
-
-    Args:
-        config (`Eagle3Config`): The draft's configuration.
-        draft_generation_config (`GenerationConfig`): `draft.generation_config`.
-        call_config (`GenerationConfig`, *optional*): The call's merged config.
-
-    Returns:
-        `int`, at least 1.
-
-    Raises:
-        ValueError: If a knob is out of range, or asks for confidences, which an Eagle3 draft does not have.
     """
 
     def chosen(name: str) -> Any:
@@ -84,15 +73,7 @@ def resolve_num_drafts(
 
 
 def check_single_row(num_rows: int, is_queued: bool = False) -> None:
-    """Refuse a batch; called before anything is generated.
-
-    Args:
-        num_rows (`int`): Rows to generate, the sequences to return for each among them.
-        is_queued (`bool`, *optional*, defaults to `False`): Whether more rows wait for the place of this one.
-
-    Raises:
-        NotImplementedError: If there is more than one row.
-    """
+    """Refuse a batch; called before anything is generated."""
     if num_rows != 1 or is_queued:
         got = "rows that wait" if num_rows == 1 else f"{num_rows} rows (a batch, or `num_return_sequences`)"
         raise NotImplementedError(
@@ -114,16 +95,6 @@ class Eagle3CandidateGenerator(CandidateGenerator):
 
     It follows transformers' `CandidateGenerator` protocol, so that the stock assisted loop can drive it as well as
     ours.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        draft (`Eagle3DraftModel`): Its draft.
-        generation_config (`GenerationConfig`): The call's prepared config (`do_sample`, `max_length`, EOS).
-        logits_processor (`LogitsProcessorList`, *optional*): The call's prepared processors.
-
-    Raises:
-        NotImplementedError: If the target is no decoder-only language model.
-        ValueError: If target and draft do not fit, or a knob is out of range.
     """
 
     requires_model_outputs = True
@@ -132,7 +103,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         self,
         target: PreTrainedModel,
         draft: Eagle3DraftModel,
-        generation_config: GenerationConfig,
+        generation_config: GenerationConfig,  # the call's prepared config (`do_sample`, `max_length`, EOS)
         logits_processor: LogitsProcessorList | None = None,
     ):
         self.draft = draft
@@ -154,61 +125,31 @@ class Eagle3CandidateGenerator(CandidateGenerator):
 
     @property
     def needs_curve(self) -> bool:
-        """`bool`: Whether measured round times would change what is drafted: they do not."""
+        """Whether measured round times would change what is drafted: they do not."""
         return False
 
     def use_curve(self, curve: SPSCurve) -> None:
-        """Nothing is scheduled.
-
-        Args:
-            curve (`SPSCurve`): Not read.
-        """
+        """Nothing is scheduled."""
 
     def observe(self, records: Sequence[RoundRecord]) -> None:
-        """Nothing is learned from a finished round.
-
-        Args:
-            records (`Sequence[RoundRecord]`): Not read.
-        """
+        """Nothing is learned from a finished round."""
 
     def add_requests(self, processors: Sequence[LogitsProcessorList]) -> None:
-        """Refuse more requests beside the one.
-
-        Args:
-            processors (`Sequence[LogitsProcessorList]`): The prepared processors of each; none is no request.
-
-        Raises:
-            NotImplementedError: If there is one.
-        """
+        """Refuse more requests beside the one."""
         check_single_row(1 + len(processors))
 
     def keep_requests(self, requests: Sequence[int]) -> None:
-        """Nothing to forget: the one request ends with the call.
-
-        Args:
-            requests (`Sequence[int]`): Not read.
-        """
+        """Nothing to forget: the one request ends with the call."""
 
     def check_hidden_states(self, hidden_states: tuple[torch.Tensor, ...] | None) -> None:
-        """Check that the target returned the hidden states the draft reads.
-
-        Args:
-            hidden_states (`tuple[torch.Tensor]`, *optional*): The target's, indexed by layer.
-
-        Raises:
-            ValueError: If they are missing, or not of shape `(1, tokens, d)`.
-        """
+        """Check that the target returned the hidden states the draft reads."""
         config = self.draft.config
         check_hidden_states(
             hidden_states, config.target_layer_ids, config.hidden_size, self._target_name, kind="Eagle3"
         )
 
     def read(self, context: CommittedContext) -> None:
-        """Take in the target's hidden states of the tokens just committed, the new anchor excluded.
-
-        Args:
-            context (`CommittedContext`): Of the last pass of the target.
-        """
+        """Take in the target's hidden states of the tokens just committed, the new anchor excluded."""
         (span,), draft = context.spans, self.draft
         layer_ids = draft.config.target_layer_ids
         states = captured_states(context.hidden_states, layer_ids, span.rows.stop, draft.device, draft.dtype)
@@ -218,37 +159,23 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         self._context.append(_Context(states, positions[:, :-1], keep.to(draft.device)))
 
     def add_context(
-        self, hidden_states: tuple[torch.Tensor, ...], num_tokens: int, model_kwargs: dict[str, Any]
+        self,
+        hidden_states: tuple[torch.Tensor, ...],  # the target's, indexed by layer; each [1, >= num_tokens, d]
+        num_tokens: int,  # leading rows to take: the whole prompt at first, then `num_accepted + 1`
+        model_kwargs: dict[str, Any],
     ) -> None:
-        """[`read`] after a pass over one request, as the stock loop and tools run it.
-
-        Args:
-            hidden_states (`tuple[torch.Tensor]`): The target's, indexed by layer; each `(1, >= num_tokens, d)`.
-            num_tokens (`int`): Leading rows to take: the whole prompt at first, then `num_accepted + 1`.
-            model_kwargs (`dict[str, Any]`): The loop's, grown to the anchor: `position_ids`, `attention_mask`.
-        """
+        """[`read`] after a pass over one request, as the stock loop and tools run it."""
         num_before = self._cache.get_seq_length() + sum(context.keep.shape[0] for context in self._context)
         is_prompt = self._anchor_position is None
         self.read(context_of_one(hidden_states, num_tokens, model_kwargs, num_before, is_prompt))
 
     def propose(
         self,
-        texts: Sequence[torch.Tensor],
+        texts: Sequence[torch.Tensor],  # 1 of [1, s], the anchor last
         limits: Sequence[int] | None = None,
         others_wait: bool = False,  # noqa: ARG002
-    ) -> list[DraftProposal]:
-        """Draft the tokens after the anchor.
-
-        Args:
-            texts (`Sequence[torch.LongTensor]` of length 1): The text, `(1, s)`, the anchor last.
-            limits (`Sequence[int]`, *optional*):
-                Tokens that the text may still grow by; what the call's `max_length` leaves without it.
-            others_wait (`bool`, *optional*): Not read: there is no batch.
-
-        Returns:
-            `list[DraftProposal]` of length 1, empty where the length limit leaves no room for a draft, or where the
-            draft's numbers are not finite again and again; the context waits then.
-        """
+    ) -> list[DraftProposal]:  # [1], empty where the length limit leaves no room for a draft
+        """Draft the tokens after the anchor."""
         (input_ids,) = texts
         room = limits[0] if limits is not None else self.max_length - input_ids.shape[1]
         # The target adds one token itself, so a draft in the last free place could never be kept.
@@ -303,25 +230,14 @@ class Eagle3CandidateGenerator(CandidateGenerator):
 
     def get_candidates(
         self,
-        input_ids: torch.LongTensor,
+        input_ids: torch.LongTensor,  # [1, s]
         model_kwargs: dict[str, Any],
-        model_outputs: Any,
+        model_outputs: Any,  # outputs of the target's last forward; None at first
         is_first_iteration: bool,
         n_last_matches: int,
         **_: Any,
-    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """transformers' protocol: the text with drafts appended, and the drafts' logits.
-
-        Args:
-            input_ids (`torch.LongTensor` of shape `(1, s)`): Text so far.
-            model_kwargs (`dict[str, Any]`): The loop's keyword arguments for the target.
-            model_outputs (`ModelOutput`, *optional*): Outputs of the target's last forward; `None` at first.
-            is_first_iteration (`bool`): Whether the target has not run yet; nothing is drafted then.
-            n_last_matches (`int`): Drafts accepted in the last round.
-
-        Returns:
-            `tuple`: ids of shape `(1, s + k)` and logits of shape `(1, k, V)`, or `None` when greedy.
-        """
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:  # ids [1, s + k] and logits [1, k, V], or None when greedy
+        """transformers' protocol: the text with drafts appended, and the drafts' logits."""
         if is_first_iteration:
             return input_ids, None
         hidden_states = model_outputs.hidden_states
@@ -336,10 +252,4 @@ class Eagle3CandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
     ) -> None:
-        """transformers' protocol; nothing is learned from a round.
-
-        Args:
-            input_ids (`torch.LongTensor`): Not read.
-            scores (`torch.FloatTensor`): Not read.
-            num_matches (`int`): Not read.
-        """
+        """transformers' protocol; nothing is learned from a round."""

@@ -59,7 +59,7 @@ _short_calls: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakKeyDictiona
 
 def decode(
     target: PreTrainedModel,
-    input_ids: torch.LongTensor,
+    input_ids: torch.LongTensor,  # [R, s], prompts, left-padded
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -67,31 +67,10 @@ def decode(
     streamer: Any = None,
     round_times: Callable[..., Any] | None = None,
     **model_kwargs: Any,
-) -> DSparkGenerateOutput | torch.LongTensor:
+) -> DSparkGenerateOutput | torch.LongTensor:  # [R, s + new], or `DSparkGenerateOutput` if `return_dict_in_generate`
     """Generate with a DSpark draft; every text is that of plain generation.
 
     Called by `generate` in place of transformers' assisted loop, with prepared arguments.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        input_ids (`torch.LongTensor` of shape `(R, s)`): Prompts, left-padded.
-        logits_processor (`LogitsProcessorList`): Prepared processors.
-        stopping_criteria (`StoppingCriteriaList`): Prepared criteria.
-        generation_config (`GenerationConfig`): Prepared config.
-        assistant_model (`DSparkDraftModel` or `Eagle3DraftModel`): The draft.
-        streamer (`BaseStreamer`, *optional*):
-            Receives each round's tokens as one block; a [`RowStreamer`] for a batch.
-        round_times (`Callable`, *optional*):
-            Finds the round times of a pair, `profile_for`. Without it nothing is scheduled by time.
-        model_kwargs (`Any`): Keyword arguments of the target's forward: cache, mask, positions, ...
-
-    Returns:
-        `torch.LongTensor` of shape `(R, s + new)`, or [`DSparkGenerateOutput`] if `return_dict_in_generate`. Rows that
-        ended sooner are padded on the right, as in plain generation.
-
-    Raises:
-        NotImplementedError: If a batch needs what only one row at a time can have, or the target cannot run a round.
-        ValueError: If the cache cannot take tokens back, or a row has no token.
     """
     try:
         sink = row_sink(streamer, len(input_ids))
@@ -269,17 +248,7 @@ def generator_for(
     generation_config: GenerationConfig,
     logits_processor: LogitsProcessorList | None,
 ) -> DSparkCandidateGenerator | Eagle3CandidateGenerator:
-    """The drafting half of a round, by the kind of the draft.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        draft (`DSparkDraftModel` or `Eagle3DraftModel`): Its draft.
-        generation_config (`GenerationConfig`): The call's prepared config.
-        logits_processor (`LogitsProcessorList`, *optional*): The call's prepared processors.
-
-    Returns:
-        [`DSparkCandidateGenerator`] or [`Eagle3CandidateGenerator`]
-    """
+    """The drafting half of a round, by the kind of the draft."""
     kind = Eagle3CandidateGenerator if isinstance(draft, Eagle3DraftModel) else DSparkCandidateGenerator
     return kind(target, draft, generation_config, logits_processor)
 

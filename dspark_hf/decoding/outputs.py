@@ -25,11 +25,7 @@ class DSparkGenerateOutput(GenerateDecoderOnlyOutput):
 
 
 class OutputLog:
-    """Collects scores, logits, attentions and hidden states where the call asks for them.
-
-    Args:
-        generation_config (`GenerationConfig`): The call's prepared config.
-    """
+    """Collects scores, logits, attentions and hidden states where the call asks for them."""
 
     def __init__(self, generation_config: GenerationConfig):
         def empty(wanted: bool) -> tuple | None:
@@ -40,28 +36,20 @@ class OutputLog:
         self.attentions = empty(generation_config.output_attentions)
         self.hidden_states = empty(generation_config.output_hidden_states)
 
-    def add(self, raw_logits: torch.Tensor, scores: torch.Tensor, num_committed: int) -> None:
-        """Append the logits and scores of committed tokens.
-
-        Args:
-            raw_logits (`torch.Tensor` of shape `(1, n, V)`): Logits that tokens came from, n >= num_committed.
-            scores (`torch.Tensor` of shape `(1, n, V)`): The same after the processors.
-            num_committed (`int`): Tokens committed.
-        """
+    def add(
+        self,
+        raw_logits: torch.Tensor,  # [1, n, V]
+        scores: torch.Tensor,  # [1, n, V], the same after the processors
+        num_committed: int,
+    ) -> None:
+        """Append the logits and scores of committed tokens."""
         if self.scores is not None:
             self.scores += tuple(scores[:, i] for i in range(num_committed))
         if self.logits is not None:
             self.logits += tuple(raw_logits[:, i].float() for i in range(num_committed))
 
     def add_layers(self, outputs: Any, cache: Any, num_committed: int, one_entry: bool) -> None:
-        """Append the hidden states and attentions of the tokens that one forward pass committed.
-
-        Args:
-            outputs (`ModelOutput`): The target's.
-            cache (`Cache`): The target's, whose layers say which keys plain generation would have had.
-            num_committed (`int`): Tokens committed.
-            one_entry (`bool`): Whether plain generation runs the same pass, and so has one entry of all its rows.
-        """
+        """Append the hidden states and attentions of the tokens that one forward pass committed."""
         if self.hidden_states is not None:
             self.hidden_states += _entries(outputs.hidden_states, num_committed, one_entry)
         if self.attentions is not None:  # empty where the attention implementation has no weights to return

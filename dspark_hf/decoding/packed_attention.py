@@ -33,16 +33,15 @@ MOST_FOLDED_QUERIES = 64
 
 
 class PackedPass:
-    """Which packed token belongs where in one forward of the target.
+    """Which packed token belongs where in one forward of the target."""
 
-    Args:
-        rows (`Sequence[int]` of length A): Cache rows of the texts.
-        starts (`Sequence[int]` of length A): Tokens that each text has in the cache already.
-        counts (`Sequence[int]` of length A): New tokens of each, at least 1.
-        device (`torch.device`): Of the target.
-    """
-
-    def __init__(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], device: torch.device):
+    def __init__(
+        self,
+        rows: Sequence[int],  # [A], cache rows of the texts
+        starts: Sequence[int],  # [A], tokens that each text has in the cache already
+        counts: Sequence[int],  # [A], new tokens of each, at least 1
+        device: torch.device,  # of the target
+    ):
         self.rows, self.starts, self.counts = tuple(rows), tuple(starts), tuple(counts)
         self.num_queries = max(counts)
         count = torch.tensor(counts)
@@ -58,58 +57,41 @@ class PackedPass:
         self._folded_masks: dict[tuple, torch.Tensor] = {}
 
     @property
-    def last_indices(self) -> torch.Tensor:
-        """`torch.LongTensor` of shape `(A,)`: The last packed token of each text."""
+    def last_indices(self) -> torch.Tensor:  # [A]
+        """The last packed token of each text."""
         return torch.tensor(self.counts, device=self._text.device).cumsum(0) - 1
 
     @property
     def longest(self) -> int:
-        """`int`: Tokens of the longest text, the new ones included."""
+        """Tokens of the longest text, the new ones included."""
         return max(start + count for start, count in zip(self.starts, self.counts, strict=True))
 
     @property
-    def stand_in_mask(self) -> torch.Tensor:
-        """`torch.BoolTensor` of shape `(1, 1, 1, N)`: Its four dimensions tell a target that masks are made already;
-        which they are, packed attention knows better."""
+    def stand_in_mask(self) -> torch.Tensor:  # [1, 1, 1, N]
+        """Its four dimensions tell a target that masks are made already; packed attention knows which."""
         return torch.ones(1, 1, 1, len(self._text), dtype=torch.bool, device=self._text.device)
 
-    def spread(self, packed: torch.Tensor) -> torch.Tensor:
-        """One row per text.
-
-        Args:
-            packed (`torch.Tensor` of shape `(1, h, N, e)`): Queries.
-
-        Returns:
-            `torch.Tensor` of shape `(A, h, q, e)`; what stands behind shorter ones is of no account.
-        """
+    def spread(
+        self,
+        packed: torch.Tensor,  # [1, h, N, e]
+    ) -> torch.Tensor:  # [A, h, q, e], what stands behind shorter ones is of no account
+        """One row per text."""
         _, heads, _, width = packed.shape
         tokens = packed[0].transpose(0, 1).reshape(-1, heads * width)
         spread = tokens.index_select(0, self._spread_from).view(-1, self.num_queries, heads, width)
         return spread.transpose(1, 2)
 
-    def gather(self, spread: torch.Tensor) -> torch.Tensor:
-        """The reverse of [`spread`], in the layout that attention returns.
-
-        Args:
-            spread (`torch.Tensor` of shape `(A, q, h, e)`): Outputs.
-
-        Returns:
-            `torch.Tensor` of shape `(1, N, h, e)`.
-        """
+    def gather(
+        self,
+        spread: torch.Tensor,  # [A, q, h, e]
+    ) -> torch.Tensor:  # [1, N, h, e]
+        """The reverse of [`spread`], in the layout that attention returns."""
         _, _, heads, width = spread.shape
         tokens = spread.reshape(-1, heads * width).index_select(0, self._gather_from)
         return tokens.view(1, -1, heads, width)
 
-    def mask(self, num_keys: int, window: int | None) -> torch.Tensor:
-        """What each new token sees: the tokens up to itself, or the last `window` of them.
-
-        Args:
-            num_keys (`int`): K, keys of a cache row.
-            window (`int`, *optional*): Width of a sliding window.
-
-        Returns:
-            `torch.BoolTensor` of shape `(A, 1, q, K)`, True = visible.
-        """
+    def mask(self, num_keys: int, window: int | None) -> torch.Tensor:  # [A, 1, q, K], True = visible
+        """What each new token sees: the tokens up to itself, or the last `window` of them."""
         key = (num_keys, window)
         if key not in self._masks:
             keys = torch.arange(num_keys, device=self._starts.device)
@@ -120,18 +102,10 @@ class PackedPass:
             self._masks[key] = mask[:, None]
         return self._masks[key]
 
-    def folded_mask(self, num_keys: int, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor:
-        """[`mask`] for [`folded_attention`], made once for all layers.
-
-        Args:
-            num_keys (`int`): K, keys of a cache row.
-            window (`int`, *optional*): Width of a sliding window.
-            groups (`int`): Heads that share keys and values.
-            dtype (`torch.dtype`): Of the queries.
-
-        Returns:
-            `torch.Tensor` of shape `(A, 1, groups * q, K)`.
-        """
+    def folded_mask(
+        self, num_keys: int, window: int | None, groups: int, dtype: torch.dtype
+    ) -> torch.Tensor:  # [A, 1, groups * q, K]
+        """[`mask`] for [`folded_attention`], made once for all layers."""
         key = (num_keys, window, groups, dtype)
         if key not in self._folded_masks:
             self._folded_masks[key] = folded_mask(self.mask(num_keys, window), groups, dtype)
@@ -143,11 +117,7 @@ _active: contextvars.ContextVar[PackedPass | None] = contextvars.ContextVar("pac
 
 @contextlib.contextmanager
 def packed_pass(current: PackedPass) -> Iterator[None]:
-    """Tell the attention of every forward inside the `with` block what its tokens are.
-
-    Args:
-        current (`PackedPass`): The pass.
-    """
+    """Tell the attention of every forward inside the `with` block what its tokens are."""
     token = _active.set(current)
     try:
         yield
@@ -157,32 +127,15 @@ def packed_pass(current: PackedPass) -> Iterator[None]:
 
 def packed_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
+    query: torch.Tensor,  # [1, h, N, e]
+    key: torch.Tensor,  # [rows, kv_heads, K, e]
+    value: torch.Tensor,  # [rows, kv_heads, K, e]
+    attention_mask: torch.Tensor | None,  # read outside of a packed pass only
+    scaling: float | None = None,  # factor on the scores; 1 / sqrt(e) without it
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of a packed pass, in transformers' attention interface; outside of one, of an ordinary batch.
-
-    Args:
-        module (`nn.Module`): The attention layer.
-        query (`torch.Tensor` of shape `(1, h, N, e)`): Packed queries.
-        key (`torch.Tensor` of shape `(rows, kv_heads, K, e)`): The cache's keys.
-        value (`torch.Tensor` of shape `(rows, kv_heads, K, e)`): The cache's values.
-        attention_mask (`torch.BoolTensor`, *optional*): Read outside of a packed pass only.
-        scaling (`float`, *optional*): Factor on the scores; 1 / sqrt(e) without it.
-        dropout (`float`, *optional*, defaults to 0.0): Dropout of the weights.
-        kwargs (`Any`): `sliding_window` is read; what would change the scores is refused.
-
-    Returns:
-        `tuple`: outputs `(1, N, h, e)`, and no weights.
-
-    Raises:
-        NotImplementedError: If the layer caps its scores or has attention sinks.
-    """
+) -> tuple[torch.Tensor, None]:  # outputs [1, N, h, e], and no weights
+    """Attention of a packed pass, in transformers' attention interface; outside of one, of an ordinary batch."""
     for name in CHANGES_SCORES:
         if kwargs.get(name) is not None:
             raise NotImplementedError(
@@ -245,14 +198,7 @@ AttentionMaskInterface.register(
 
 
 def check_layers(target: PreTrainedModel) -> None:
-    """Refuse targets whose layers do more than attend to their past, or to a window of it that they tell of.
-
-    Args:
-        target (`PreTrainedModel`): A decoder-only target.
-
-    Raises:
-        NotImplementedError: If it has other layers: recurrent, chunked, ...
-    """
+    """Refuse targets whose layers do more than attend to their past, or to a window of it that they tell of."""
     config = target.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     others = sorted(kinds - {"full_attention", "sliding_attention"})
@@ -272,14 +218,7 @@ _users: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, list[tuple[PreTrai
 
 @contextlib.contextmanager
 def attention_packed(target: PreTrainedModel) -> Iterator[None]:
-    """Let a target attend by [`packed_attention`]; its own implementation is back after the last such block.
-
-    Args:
-        target (`PreTrainedModel`): A decoder-only target.
-
-    Raises:
-        NotImplementedError: If its attention cannot be replaced.
-    """
+    """Let a target attend by [`packed_attention`]; its own implementation is back after the last such block."""
     with _users_lock:
         count, as_found = _users.get(target, (0, None))
         if count == 0:
@@ -298,14 +237,7 @@ def attention_packed(target: PreTrainedModel) -> Iterator[None]:
 
 
 def own_attention(target: PreTrainedModel) -> str | None:
-    """The attention implementation of a target's language model, also while a batch has replaced it.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-
-    Returns:
-        `str` or `None`
-    """
+    """The attention implementation of a target's language model, also while a batch has replaced it."""
     config = target.config.get_text_config(decoder=True)
     _, as_found = _users.get(target, (0, []))
     own = next((value for part, value in as_found if part is config), None)

@@ -33,25 +33,19 @@ class RowCacheLayer(CacheLayerMixin):
         self.num_rows, self.capacity = 0, 0
         self.current: PackedPass | None = None
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the buffers like given states.
-
-        Args:
-            key_states (`torch.Tensor` of shape `(*, h, *, e)`): Keys.
-            value_states (`torch.Tensor` of shape `(*, h, *, e)`): Values.
-        """
+    def lazy_initialization(
+        self,
+        key_states: torch.Tensor,  # [*, h, *, e]
+        value_states: torch.Tensor,  # [*, h, *, e]
+    ) -> None:
+        """Allocate the buffers like given states."""
         shape = (self.num_rows, key_states.shape[1], self.capacity)
         self.keys = key_states.new_zeros(*shape, key_states.shape[3])
         self.values = value_states.new_zeros(*shape, value_states.shape[3])
         self.is_initialized = True
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Make room; nothing that is held is lost.
-
-        Args:
-            num_rows (`int`): R.
-            num_tokens (`int`): Tokens that the longest row must be able to hold.
-        """
+        """Make room; nothing that is held is lost."""
         rows = max(0, num_rows - self.num_rows)
         tokens = max(0, -(-num_tokens // self.GRANULARITY) * self.GRANULARITY - self.capacity)
         if self.is_initialized and (rows or tokens):
@@ -61,12 +55,7 @@ class RowCacheLayer(CacheLayerMixin):
         self.num_rows, self.capacity = self.num_rows + rows, self.capacity + tokens
 
     def keep(self, rows: Sequence[int], num_tokens: int) -> None:
-        """Drop all other rows, and what no row that is left needs.
-
-        Args:
-            rows (`Sequence[int]`): Rows to keep, in their new order.
-            num_tokens (`int`): Tokens of the longest of them.
-        """
+        """Drop all other rows, and what no row that is left needs."""
         self.num_rows = len(rows)
         self.capacity = min(self.capacity, -(-max(num_tokens, 1) // self.GRANULARITY) * self.GRANULARITY)
         if self.is_initialized:
@@ -74,17 +63,13 @@ class RowCacheLayer(CacheLayerMixin):
             self.values = self.values[list(rows), :, : self.capacity].contiguous()
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add the packed tokens of the pass.
-
-        Args:
-            key_states (`torch.Tensor` of shape `(1, h, N, e)`): Keys.
-            value_states (`torch.Tensor` of shape `(1, h, N, e)`): Values.
-
-        Returns:
-            `tuple`: keys and values of shape `(R, h, capacity, e)`.
-        """
+        self,
+        key_states: torch.Tensor,  # [1, h, N, e]
+        value_states: torch.Tensor,  # [1, h, N, e]
+        *_: Any,
+        **__: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # keys and values [R, h, capacity, e]
+        """Add the packed tokens of the pass."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         rows, positions = self.current.cache_rows, self.current.positions
@@ -93,58 +78,29 @@ class RowCacheLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002
-        """Keys that a forward sees, and their offset.
-
-        Args:
-            query_length (`int`): Not read.
-
-        Returns:
-            `tuple[int, int]`
-        """
+        """Keys that a forward sees, and their offset."""
         return self.capacity, 0
 
     def get_seq_length(self) -> int:
-        """Tokens of the longest row before the pass.
-
-        Returns:
-            `int`
-        """
+        """Tokens of the longest row before the pass."""
         return max(self.current.starts) if self.current is not None else 0
 
     def get_max_length(self) -> int:
-        """No limit.
-
-        Returns:
-            `int`: -1.
-        """
+        """No limit."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.24
 
 
 class RowCache(Cache):
-    """One [`RowCacheLayer`] per layer of the target.
-
-    Args:
-        num_layers (`int`): Layers.
-        num_rows (`int`): R.
-    """
+    """One [`RowCacheLayer`] per layer of the target."""
 
     def __init__(self, num_layers: int, num_rows: int):
         self.lengths = [0] * num_rows
         super().__init__(layers=[RowCacheLayer() for _ in range(num_layers)])
 
     def begin(self, rows: Sequence[int], counts: Sequence[int], device: torch.device) -> PackedPass:
-        """Announce a forward.
-
-        Args:
-            rows (`Sequence[int]`): Rows that get tokens, each once.
-            counts (`Sequence[int]`): How many each.
-            device (`torch.device`): Of the target.
-
-        Returns:
-            [`PackedPass`]
-        """
+        """Announce a forward."""
         starts = [self.lengths[row] for row in rows]
         current = PackedPass(rows, starts, counts, device)
         longest = max(*self.lengths, current.longest)
@@ -154,29 +110,16 @@ class RowCache(Cache):
         return current
 
     def commit(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Count tokens of the pass in; what follows them is taken back.
-
-        Args:
-            rows (`Sequence[int]`): Rows.
-            counts (`Sequence[int]`): Tokens of each to keep.
-        """
+        """Count tokens of the pass in; what follows them is taken back."""
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
 
     def add(self, num_rows: int) -> None:
-        """Make room for more texts, behind the present ones.
-
-        Args:
-            num_rows (`int`): How many.
-        """
+        """Make room for more texts, behind the present ones."""
         self.lengths += [0] * num_rows
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Drop all other rows.
-
-        Args:
-            rows (`Sequence[int]`): Rows to keep, in their new order.
-        """
+        """Drop all other rows."""
         self.lengths = [self.lengths[row] for row in rows]
         for layer in self.layers:
             layer.keep(rows, max(self.lengths, default=0))

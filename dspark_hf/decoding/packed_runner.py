@@ -28,17 +28,7 @@ TEXT_INPUTS = ("attention_mask", "position_ids", "logits_to_keep", "use_cache", 
 
 
 class PackedRunner:
-    """Runs the target for a batch.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        requests (`Sequence[Request]` of length R): The requests to begin with; prompts without padding.
-        reads (`dict[str, Any]`): Keyword arguments that ask for what the draft reads.
-
-    Raises:
-        NotImplementedError: If the target's layers do not allow it.
-        MemoryError: If the prompts alone do not fit into memory.
-    """
+    """Runs the target for a batch."""
 
     cache_for_user = None  # of no use to plain generation
 
@@ -57,30 +47,15 @@ class PackedRunner:
             yield
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
-        """Holds from the first round on: nothing. Experts stay as for prompts, since passes are as long.
-
-        Returns:
-            Context manager.
-        """
+        """Holds from the first round on: nothing. Experts stay as for prompts, since passes are as long."""
         return contextlib.nullcontext()
 
     def rollback_on_error(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing to roll back: the cache ends with the call.
-
-        Returns:
-            Context manager.
-        """
+        """Nothing to roll back: the cache ends with the call."""
         return contextlib.nullcontext()
 
-    def prefill(self, requests: Sequence[Request]) -> TargetPass:
-        """The target over the prompts of new requests, which come behind the present ones.
-
-        Args:
-            requests (`Sequence[Request]`): New requests.
-
-        Returns:
-            [`TargetPass`]: logits `(1, 1, V)` each, those after the prompt.
-        """
+    def prefill(self, requests: Sequence[Request]) -> TargetPass:  # logits [1, 1, V] each, those after the prompt
+        """The target over the prompts of new requests, which come behind the present ones."""
         first = len(self.requests)
         self.requests += requests
         self.cache.add(len(requests))
@@ -89,15 +64,8 @@ class PackedRunner:
         logits = list(outputs.logits.split(1, dim=1))
         return TargetPass(logits, outputs.hidden_states, outputs, starts_over=True, packed=packed)
 
-    def forward(self, proposals: Sequence[DraftProposal]) -> TargetPass:
-        """The target over the anchor and the drafts of the first requests.
-
-        Args:
-            proposals (`Sequence[DraftProposal]` of length A <= R): k drafts each.
-
-        Returns:
-            [`TargetPass`]: logits `(1, 1 + k, V)` each.
-        """
+    def forward(self, proposals: Sequence[DraftProposal]) -> TargetPass:  # logits [1, 1 + k, V] each
+        """The target over the anchor and the drafts of the first requests."""
         pairs = zip(self.requests, proposals, strict=False)
         new_ids = [torch.cat([request.input_ids[:, -1:], own.token_ids], dim=1) for request, own in pairs]
         packed, outputs = self._run(range(len(proposals)), new_ids)
@@ -105,15 +73,7 @@ class PackedRunner:
         return TargetPass(logits, outputs.hidden_states, outputs, starts_over=False, packed=packed)
 
     def commit(self, target_pass: TargetPass, verdicts: Sequence[Verdict]) -> CommittedContext:
-        """Keep what was committed of the tokens of the pass.
-
-        Args:
-            target_pass (`TargetPass`): The pass.
-            verdicts (`Sequence[Verdict]`): Of the requests of the pass.
-
-        Returns:
-            [`CommittedContext`]: of the requests that go on.
-        """
+        """Keep what was committed of the tokens of the pass."""
         packed = target_pass.packed
         # Of a prompt every token; of a round the anchor and what was accepted: the last committed token is the next
         # anchor, which the target has not seen.
@@ -128,11 +88,7 @@ class PackedRunner:
         return CommittedContext(target_pass.hidden_states, tuple(spans))
 
     def keep(self, requests: Sequence[int]) -> None:
-        """Forget all other requests: those that ended cost nothing any more.
-
-        Args:
-            requests (`Sequence[int]`): Requests to keep, in their new order.
-        """
+        """Forget all other requests: those that ended cost nothing any more."""
         self.requests = [self.requests[index] for index in requests]
         self.cache.keep(requests)
 
@@ -172,16 +128,7 @@ class PackedRunner:
 
 
 def check_batch(target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse a batch that needs what only one row at a time can have.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        generation_config (`GenerationConfig`): The call's prepared config.
-        model_kwargs (`dict[str, Any]`): As `generate` prepared them.
-
-    Raises:
-        NotImplementedError: With what it is.
-    """
+    """Refuse a batch that needs what only one row at a time can have."""
     inputs = sorted(
         key
         for key, value in model_kwargs.items()
@@ -211,15 +158,7 @@ def check_batch(target: PreTrainedModel, generation_config: GenerationConfig, mo
 
 
 def check_memory(target: PreTrainedModel, requests: Sequence[Request]) -> None:
-    """Refuse prompts whose keys and values alone do not fit into memory.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        requests (`Sequence[Request]`): The requests.
-
-    Raises:
-        MemoryError: With the figures.
-    """
+    """Refuse prompts whose keys and values alone do not fit into memory."""
     layers = layers_of(target.config.get_text_config(decoder=True))
     width = sum(layer.num_key_value_heads * layer.head_dim for layer in layers)  # of the keys of a token
     longest = max(request.input_ids.shape[1] for request in requests)

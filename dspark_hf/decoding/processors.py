@@ -33,26 +33,12 @@ _STATEFUL = (
 
 
 def are_rowwise(processors: LogitsProcessorList) -> bool:
-    """Whether every processor reads nothing but the scores of its own row.
-
-    Args:
-        processors (`LogitsProcessorList`): Prepared processors of a call.
-
-    Returns:
-        `bool`
-    """
+    """Whether every processor reads nothing but the scores of its own row."""
     return all(type(processor) in _ROWWISE for processor in processors)
 
 
-def mirrored(processors: LogitsProcessorList) -> LogitsProcessorList:
-    """The processors that also shape the draft's distribution: transformers' own, without the stateful ones.
-
-    Args:
-        processors (`LogitsProcessorList`): Prepared processors of a call.
-
-    Returns:
-        `LogitsProcessorList`, order kept.
-    """
+def mirrored(processors: LogitsProcessorList) -> LogitsProcessorList:  # order kept
+    """The processors that also shape the draft's distribution: transformers' own, without the stateful ones."""
     return LogitsProcessorList(
         processor
         for processor in processors

@@ -21,61 +21,36 @@ from .verification import accept_drafts, select_bonus, verify_block
 
 @dataclass(frozen=True)
 class TargetPass:
-    """What one pass of the target gave.
+    """What one pass of the target gave."""
 
-    Args:
-        logits (`list[torch.Tensor]`): Per request of the pass, `(1, 1 + k, V)`; `(1, 1, V)` after a prompt.
-        hidden_states (`tuple[torch.Tensor]`): By layer, each `(1, N, d)`, of the tokens of the pass.
-        outputs (`ModelOutput`): All of it.
-        starts_over (`bool`): Whether the pass is over a whole text, as the first one is.
-        packed (`PackedPass`, *optional*): Where the tokens of each request of a batch lie.
-    """
-
-    logits: list[torch.Tensor]
-    hidden_states: tuple[torch.Tensor | None, ...]
+    logits: list[torch.Tensor]  # per request of the pass, [1, 1 + k, V]; [1, 1, V] after a prompt
+    hidden_states: tuple[torch.Tensor | None, ...]  # by layer, each [1, N, d], of the tokens of the pass
     outputs: Any
-    starts_over: bool
-    packed: PackedPass | None = None
+    starts_over: bool  # whether the pass is over a whole text, as the first one is
+    packed: PackedPass | None = None  # where the tokens of each request of a batch lie
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verification adds to a text.
+    """What a verification adds to a text."""
 
-    Args:
-        new_ids (`torch.LongTensor` of shape `(1, n)`): New tokens; they may end before the bonus token.
-        scores (`torch.Tensor` of shape `(1, >= n, V)`): The processed logits that the tokens came from.
-        raw_logits (`torch.Tensor` of shape `(1, >= n, V)`): The same before the processors.
-        num_accepted (`int`): Accepted drafts.
-        bonus_token (`int`, *optional*): `None` where the text ended before it was drawn.
-    """
-
-    new_ids: torch.Tensor
-    scores: torch.Tensor
-    raw_logits: torch.Tensor
-    num_accepted: int
-    bonus_token: int | None
+    new_ids: torch.Tensor  # [1, n], new tokens; they may end before the bonus token
+    scores: torch.Tensor  # [1, >= n, V], the processed logits that the tokens came from
+    raw_logits: torch.Tensor  # [1, >= n, V], the same before the processors
+    num_accepted: int  # accepted drafts
+    bonus_token: int | None  # None where the text ended before it was drawn
 
 
 class Request:
-    """A text that is being generated.
-
-    Args:
-        index (`int`): Its row in the output.
-        input_ids (`torch.LongTensor` of shape `(1, s)`): Prompt.
-        processors (`LogitsProcessorList`): Its own; those with a state are shared with no other row.
-        stopping_criteria (`StoppingCriteriaList`): Its own.
-        max_length (`int`): Most tokens of prompt and answer.
-        generation_config (`GenerationConfig`): The call's prepared config.
-    """
+    """A text that is being generated."""
 
     def __init__(
         self,
-        index: int,
-        input_ids: torch.Tensor,
-        processors: LogitsProcessorList,
+        index: int,  # its row in the output
+        input_ids: torch.Tensor,  # [1, s], prompt
+        processors: LogitsProcessorList,  # those with a state are shared with no other row
         stopping_criteria: StoppingCriteriaList,
-        max_length: int,
+        max_length: int,  # most tokens of prompt and answer
         generation_config: GenerationConfig,
     ):
         self.index, self.input_ids, self.num_prompt_tokens = index, input_ids, input_ids.shape[1]
@@ -86,33 +61,25 @@ class Request:
 
     @property
     def num_left(self) -> int:
-        """`int`: Tokens that the text may still grow by."""
+        """Tokens that the text may still grow by."""
         return self.max_length - self.input_ids.shape[1]
 
     @property
-    def new_ids(self) -> torch.Tensor:
-        """`torch.LongTensor` of shape `(n,)`: The answer so far."""
+    def new_ids(self) -> torch.Tensor:  # [n]
+        """The answer so far."""
         return self.input_ids[0, self.num_prompt_tokens :]
 
     def append(self, verdict: Verdict) -> None:
-        """Append what a verification adds.
-
-        Args:
-            verdict (`Verdict`): Of [`judge`].
-        """
+        """Append what a verification adds."""
         self.log.add(verdict.raw_logits, verdict.scores, verdict.new_ids.shape[1])
         self.input_ids = torch.cat([self.input_ids, verdict.new_ids], dim=1)
 
-    def judge(self, logits: torch.Tensor, proposal: DraftProposal) -> Verdict:
-        """Judge the drafts, and end the text where plain generation would (`finished`).
-
-        Args:
-            logits (`torch.Tensor` of shape `(1, 1 + k, V)`): The target's.
-            proposal (`DraftProposal`): k drafts.
-
-        Returns:
-            [`Verdict`]
-        """
+    def judge(
+        self,
+        logits: torch.Tensor,  # [1, 1 + k, V]
+        proposal: DraftProposal,
+    ) -> Verdict:
+        """Judge the drafts, and end the text where plain generation would (`finished`)."""
         logits = logits.to(self.input_ids.device)
         if self.do_sample or self.processors or self.log.scores is not None:
             scores = logits.to(torch.float32, copy=self.log.logits is not None)

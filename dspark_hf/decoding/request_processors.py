@@ -27,22 +27,12 @@ _LENGTHS = {
 
 
 def own_rule(
-    rule: LogitsProcessor | StoppingCriteria, prompt: torch.Tensor, shift: int, index: int
+    rule: LogitsProcessor | StoppingCriteria,
+    prompt: torch.Tensor,  # [1, s], the row's prompt, without padding
+    shift: int,  # length of the padded prompts less s
+    index: int,
 ) -> LogitsProcessor | StoppingCriteria:
-    """A row's own version of a processor or criterion: the very same where nothing in it belongs to a row.
-
-    Args:
-        rule (`LogitsProcessor` or `StoppingCriteria`): As `generate` prepared it for the batch.
-        prompt (`torch.LongTensor` of shape `(1, s)`): The row's prompt, without padding.
-        shift (`int`): Length of the padded prompts less s.
-        index (`int`): Number of the row.
-
-    Returns:
-        `LogitsProcessor` or `StoppingCriteria`
-
-    Raises:
-        NotImplementedError: If it works for one row only.
-    """
+    """A row's own version of a processor or criterion: the very same where nothing in it belongs to a row."""
     if isinstance(rule, logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor):
         raise NotImplementedError(
             "DSpark applies `guidance_scale` to one row at a time, got a batch. Generate one row at a time."

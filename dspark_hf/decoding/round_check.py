@@ -35,32 +35,12 @@ _Past = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by layer: keys and value
 
 
 def check_rounds(target: PreTrainedModel, drafter: Drafter, max_length: int) -> None:
-    """Check that a target verifies drafts of one request as it would write them.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        drafter (`Drafter`): The call's drafting half, which says what it reads of the target.
-        max_length (`int`): Tokens that a text of the call may have.
-
-    Raises:
-        NotImplementedError: If it cannot run a round, or gets other logits in one.
-        ValueError: If it does not return the hidden states that the draft reads.
-    """
+    """Check that a target verifies drafts of one request as it would write them."""
     _check(_verified, PLAIN, target, drafter, max_length)
 
 
 def check_packed_rounds(target: PreTrainedModel, drafter: Drafter, max_length: int) -> None:
-    """[`check_rounds`], and the same for a batch of two.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        drafter (`Drafter`): The call's drafting half, which says what it reads of the target.
-        max_length (`int`): Tokens that a text of the call may have.
-
-    Raises:
-        NotImplementedError: If it cannot run a round, or gets other logits in one.
-        ValueError: If it does not return the hidden states that the draft reads.
-    """
+    """[`check_rounds`], and the same for a batch of two."""
     _check(_verified, PLAIN, target, drafter, max_length)
     _check(_check_packed, ONE_ROW, target, drafter, max_length)
 

@@ -27,27 +27,15 @@ logger = logging.get_logger("transformers.dspark_hf.decoding.single_runner")
 
 
 class SingleRunner:
-    """Runs the target for one request.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        request (`Request`): The request.
-        generation_config (`GenerationConfig`): The call's prepared config.
-        model_kwargs (`dict[str, Any]`): Keyword arguments of the target's forward, as `generate` prepared them.
-        reads (`dict[str, Any]`): Keyword arguments that ask for what the draft reads.
-
-    Raises:
-        NotImplementedError: If the target has a cache of its own kind.
-        ValueError: If the cache cannot take tokens back.
-    """
+    """Runs the target for one request."""
 
     def __init__(
         self,
         target: PreTrainedModel,
         request: Request,
         generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        reads: dict[str, Any],
+        model_kwargs: dict[str, Any],  # keyword arguments of the target's forward, as `generate` prepared them
+        reads: dict[str, Any],  # keyword arguments that ask for what the draft reads
     ):
         _check_cache(target, generation_config, model_kwargs)
         self.target, self.request, self.config = target, request, generation_config
@@ -56,15 +44,11 @@ class SingleRunner:
 
     @property
     def cache_for_user(self) -> Any:
-        """`Cache`: The target's, as plain generation would leave it."""
+        """The target's, as plain generation would leave it."""
         return self.model_kwargs[CACHE_KEY]
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """Holds during the whole call: nothing, here.
-
-        Returns:
-            Context manager.
-        """
+        """Holds during the whole call: nothing, here."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -98,15 +82,8 @@ class SingleRunner:
             cache.crop(min(0, length - int(cache.get_seq_length())))
             raise
 
-    def prefill(self, requests: Sequence[Request]) -> TargetPass:
-        """The target over the prompt; what a user's cache already holds is not run again.
-
-        Args:
-            requests (`Sequence[Request]` of length 1): The request.
-
-        Returns:
-            [`TargetPass`]: logits `(1, 1, V)`, those after the prompt.
-        """
+    def prefill(self, requests: Sequence[Request]) -> TargetPass:  # logits [1, 1, V], those after the prompt
+        """The target over the prompt; what a user's cache already holds is not run again."""
         if self.config.prefill_chunk_size is not None:
             logger.warning_once(
                 "With `prefill_chunk_size` the draft sees the last chunk of the prompt only, and is accepted less."
@@ -121,15 +98,8 @@ class SingleRunner:
         check_filled_cache(self.target, outputs.get(CACHE_KEY))
         return TargetPass([outputs.logits[:, -1:]], outputs.hidden_states, outputs, starts_over=True)
 
-    def forward(self, proposals: Sequence[DraftProposal]) -> TargetPass:
-        """The target over the anchor and the drafts.
-
-        Args:
-            proposals (`Sequence[DraftProposal]` of length 1): k drafts.
-
-        Returns:
-            [`TargetPass`]: logits `(1, 1 + k, V)`.
-        """
+    def forward(self, proposals: Sequence[DraftProposal]) -> TargetPass:  # logits [1, 1 + k, V]
+        """The target over the anchor and the drafts."""
         drafts = proposals[0].token_ids
         count = drafts.shape[1]
         kwargs = grow(self.target, {}, dict(self.model_kwargs), count) if count else self.model_kwargs
@@ -155,15 +125,7 @@ class SingleRunner:
         return TargetPass([outputs.logits[:, -1 - count :]], states, outputs, starts_over)
 
     def commit(self, target_pass: TargetPass, verdicts: Sequence[Verdict]) -> CommittedContext:
-        """Bring cache, mask and positions up to date with what was committed.
-
-        Args:
-            target_pass (`TargetPass`): The pass.
-            verdicts (`Sequence[Verdict]` of length 1): The verdict on its drafts.
-
-        Returns:
-            [`CommittedContext`]: without a span where the request has ended.
-        """
+        """Bring cache, mask and positions up to date with what was committed."""
         (verdict,), outputs, states = verdicts, target_pass.outputs, target_pass.hidden_states
         is_prompt, num_new = self._num_read == 0, verdict.new_ids.shape[1]
         cache = outputs[CACHE_KEY]
@@ -178,23 +140,14 @@ class SingleRunner:
         return CommittedContext(states, ()) if self.request.finished else context
 
     def keep(self, requests: Sequence[int]) -> None:
-        """Nothing to forget: with its one request the call ends.
-
-        Args:
-            requests (`Sequence[int]`): Not read.
-        """
+        """Nothing to forget: with its one request the call ends."""
 
 
-def model_kwargs_for(target: PreTrainedModel, ids: torch.Tensor) -> dict[str, Any]:
-    """The keyword arguments that `generate` prepares for a prompt without padding.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        ids (`torch.LongTensor` of shape `(1, s)`): Prompt.
-
-    Returns:
-        `dict[str, Any]`: with an empty cache.
-    """
+def model_kwargs_for(
+    target: PreTrainedModel,
+    ids: torch.Tensor,  # [1, s], prompt
+) -> dict[str, Any]:  # with an empty cache
+    """The keyword arguments that `generate` prepares for a prompt without padding."""
     kwargs: dict[str, Any] = {"attention_mask": None, "use_cache": True}
     kwargs |= position_kwargs(target, ids.shape[1], ids.device)
     if target._supports_logits_to_keep():
@@ -222,17 +175,7 @@ class _Asking:
 
 
 def grow(target: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], num_tokens: int) -> dict[str, Any]:
-    """Mask, positions and token types for more tokens, by the target's own rule.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        outputs (`ModelOutput` or `dict`): Of its last pass; empty where there was none.
-        model_kwargs (`dict[str, Any]`): Keyword arguments of its forward.
-        num_tokens (`int`): How many more.
-
-    Returns:
-        `dict[str, Any]`
-    """
+    """Mask, positions and token types for more tokens, by the target's own rule."""
     token_types = model_kwargs.get("token_type_ids")
     model_kwargs = target._update_model_kwargs_for_generation(
         outputs, model_kwargs, is_encoder_decoder=False, num_new_tokens=num_tokens

@@ -23,11 +23,7 @@ _duty: contextvars.ContextVar[_Duty | None] = contextvars.ContextVar("streamer_t
 
 @contextlib.contextmanager
 def ended_on_failure(streamer: Any) -> Iterator[None]:
-    """End a streamer when the block fails, unless the decoding loop has claimed it; the block's error comes through.
-
-    Args:
-        streamer (`BaseStreamer`, *optional*): The call's.
-    """
+    """End a streamer when the block fails, unless the decoding loop claimed it; the block's error comes through."""
     outer = _duty.get()
     if streamer is None or (outer is not None and outer.streamer is streamer):  # a recipe's call within the call
         yield
@@ -45,21 +41,13 @@ def ended_on_failure(streamer: Any) -> Iterator[None]:
 
 
 def claim(streamer: Any) -> None:
-    """Take over the duty of ending the streamer of the call.
-
-    Args:
-        streamer (`BaseStreamer`, *optional*): The call's.
-    """
+    """Take over the duty of ending the streamer of the call."""
     duty = _duty.get()
     if duty is not None and duty.streamer is streamer:
         duty.is_open = False
 
 
 def end_quietly(streamer: Any) -> None:
-    """End a streamer beside an error that is on its way, which an error of the streamer must not hide.
-
-    Args:
-        streamer (`BaseStreamer`): The call's.
-    """
+    """End a streamer beside an error that is on its way, which an error of the streamer must not hide."""
     with contextlib.suppress(Exception):
         streamer.end()

@@ -65,19 +65,10 @@ class RowStreamer:
             self._ended.clear()  # the next call begins with all of them
 
 
-def row_sink(streamer: Any, num_rows: int) -> Callable[[Request, torch.Tensor], None]:
-    """Where the tokens of a round go.
-
-    Args:
-        streamer (`BaseStreamer` or `RowStreamer`, *optional*): The call's.
-        num_rows (`int`): R.
-
-    Returns:
-        `Callable`: takes a row and its new tokens `(1, n)`.
-
-    Raises:
-        ValueError: If the streamer cannot take rows.
-    """
+def row_sink(
+    streamer: Any, num_rows: int
+) -> Callable[[Request, torch.Tensor], None]:  # takes a row and its new tokens [1, n]
+    """Where the tokens of a round go."""
     if streamer is None:
         return lambda row, new_ids: None  # noqa: ARG005
     if hasattr(streamer, "put_row"):

@@ -14,72 +14,50 @@ import torch
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """What one verification decided.
+    """What one verification decided."""
 
-    Args:
-        num_accepted (`torch.LongTensor` of shape `(R,)`): Accepted drafts per request, bonus token excluded.
-        bonus_token (`torch.LongTensor` of shape `(R,)`): The token that the target adds after the accepted drafts.
-    """
-
-    num_accepted: torch.Tensor
-    bonus_token: torch.Tensor
+    num_accepted: torch.Tensor  # [R], accepted drafts per request, bonus token excluded
+    bonus_token: torch.Tensor  # [R], the token that the target adds after the accepted drafts
 
 
-def logits_to_probs(logits: torch.Tensor, do_sample: bool = True) -> torch.Tensor:
-    """The distribution that tokens are drawn from.
-
-    Args:
-        logits (`torch.Tensor` of shape `(..., V)`): Processed logits (temperature and the like already applied).
-        do_sample (`bool`, *optional*, defaults to `True`): `False` for greedy decoding, the limit T = 0.
-
-    Returns:
-        `torch.Tensor` of shape `(..., V)`, fp32: softmax, or one-hot at the argmax when greedy.
-    """
+def logits_to_probs(
+    logits: torch.Tensor,  # [..., V], processed logits (temperature and the like already applied)
+    do_sample: bool = True,  # False for greedy decoding, the limit T = 0
+) -> torch.Tensor:  # [..., V], fp32: softmax, or one-hot at the argmax when greedy
+    """The distribution that tokens are drawn from."""
     if do_sample:
         return torch.softmax(logits, dim=-1, dtype=torch.float32)
     one_hot = torch.zeros_like(logits, dtype=torch.float32)
     return one_hot.scatter_(-1, argmax_token(logits).unsqueeze(-1), 1.0)
 
 
-def argmax_token(logits: torch.Tensor) -> torch.Tensor:
-    """The greedy choice, `logits.argmax(-1)`; on a CPU several times faster for a vocabulary in half precision.
-
-    Args:
-        logits (`torch.Tensor` of shape `(..., V)`): Logits.
-
-    Returns:
-        `torch.LongTensor` of shape `(...)`; the first of equal maxima, as `argmax`.
-    """
+def argmax_token(
+    logits: torch.Tensor,  # [..., V]
+) -> torch.Tensor:  # [...], the first of equal maxima, as `argmax`
+    """The greedy choice, `logits.argmax(-1)`; on a CPU several times faster for a vocabulary in half precision."""
     return logits.max(dim=-1).indices
 
 
-def select_token(logits: torch.Tensor, do_sample: bool) -> torch.Tensor:
-    """Draw one token per row.
-
-    Args:
-        logits (`torch.Tensor` of shape `(R, V)`): Processed logits, fp32 when sampling.
-        do_sample (`bool`): Multinomial draw, or argmax.
-
-    Returns:
-        `torch.LongTensor` of shape `(R,)`.
-    """
+def select_token(
+    logits: torch.Tensor,  # [R, V], processed logits, fp32 when sampling
+    do_sample: bool,
+) -> torch.Tensor:  # [R]
+    """Draw one token per row."""
     if not do_sample:
         return argmax_token(logits)
     return torch.multinomial(logits_to_probs(logits), num_samples=1).squeeze(-1)
 
 
-def draw_token(logits: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_token(
+    logits: torch.Tensor,  # [R, V], processed logits, fp32 when sampling
+    do_sample: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[`select_token`] for drafts, whose logits may be no distribution: says so instead of raising.
 
     A target's tokens are drawn by [`select_token`], which fails as plain generation does.
 
-    Args:
-        logits (`torch.Tensor` of shape `(R, V)`): Processed logits, fp32 when sampling.
-        do_sample (`bool`): Multinomial draw, or argmax.
-
-    Returns:
-        `tuple`: tokens `(R,)`, any valid ones where nothing can be drawn, and a `torch.BoolTensor` `(R,)`: whether
-        the row was a distribution, that is without NaN and +inf and with at least one number.
+    Returns tokens [R], any valid ones where nothing can be drawn, and a `torch.BoolTensor` [R]: whether the row was a
+    distribution, that is without NaN and +inf and with at least one number.
     """
     if not do_sample:
         best = logits.max(dim=-1)  # NaN and inf win
@@ -92,24 +70,14 @@ def draw_token(logits: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, tor
 
 
 def accept_drafts(
-    draft_ids: torch.Tensor, target_logits: torch.Tensor, draft_logits: torch.Tensor | None, do_sample: bool
-) -> torch.Tensor:
+    draft_ids: torch.Tensor,  # [R, k]
+    target_logits: torch.Tensor,  # [R, k, V], processed logits of the target at the drafts' positions
+    draft_logits: torch.Tensor | None,  # [R, k, V]
+    do_sample: bool,
+) -> torch.Tensor:  # [R, k]
     """Judge each draft on its own, as if all before it were accepted (paper section 3; rejection sampling).
 
     Sampling accepts x with probability min(1, p(x) / q(x)); greedy decoding accepts the argmax of the target.
-
-    Args:
-        draft_ids (`torch.LongTensor` of shape `(R, k)`): Drafts.
-        target_logits (`torch.Tensor` of shape `(R, k, V)`): Processed logits of the target at the drafts' positions.
-        draft_logits (`torch.Tensor` of shape `(R, k, V)`, *optional*):
-            Exactly the processed logits, fp32, that the drafts were sampled from. Not read when greedy.
-        do_sample (`bool`): Sampling or greedy decoding.
-
-    Returns:
-        `torch.BoolTensor` of shape `(R, k)`.
-
-    Raises:
-        ValueError: If `do_sample` and there are no `draft_logits`: without q no rule is lossless.
     """
     if not do_sample:
         return argmax_token(target_logits) == draft_ids
@@ -121,18 +89,12 @@ def accept_drafts(
     return torch.rand_like(log_p) < (log_p - log_q).exp()
 
 
-def select_bonus(target_logits: torch.Tensor, draft_logits: torch.Tensor | None, do_sample: bool) -> torch.Tensor:
-    """Draw the token after the accepted drafts: from norm(max(p - q, 0)) where a draft was rejected, else from p.
-
-    Args:
-        target_logits (`torch.Tensor` of shape `(R, V)`): Processed logits of the target after the accepted drafts.
-        draft_logits (`torch.Tensor` of shape `(R, V)`, *optional*):
-            Processed logits of the rejected draft's slot; `None` if every draft was accepted or decoding is greedy.
-        do_sample (`bool`): Sampling or greedy decoding.
-
-    Returns:
-        `torch.LongTensor` of shape `(R,)`.
-    """
+def select_bonus(
+    target_logits: torch.Tensor,  # [R, V], processed logits of the target after the accepted drafts
+    draft_logits: torch.Tensor | None,  # [R, V], processed logits of the rejected draft's slot
+    do_sample: bool,
+) -> torch.Tensor:  # [R]
+    """Draw the token after the accepted drafts: from norm(max(p - q, 0)) where a draft was rejected, else from p."""
     if not do_sample or draft_logits is None:
         return select_token(target_logits, do_sample)
     target_probs = logits_to_probs(target_logits)
@@ -143,20 +105,12 @@ def select_bonus(target_logits: torch.Tensor, draft_logits: torch.Tensor | None,
 
 
 def verify_block(
-    draft_ids: torch.Tensor, target_logits: torch.Tensor, draft_logits: torch.Tensor | None, do_sample: bool
+    draft_ids: torch.Tensor,  # [1, k], drafts, k >= 0
+    target_logits: torch.Tensor,  # [1, 1 + k, V]
+    draft_logits: torch.Tensor | None,  # [1, k, V]
+    do_sample: bool,
 ) -> VerificationResult:
-    """Accept the longest prefix of drafts and add the target's own token, for one request (paper section 3).
-
-    Args:
-        draft_ids (`torch.LongTensor` of shape `(1, k)`): Drafts, k >= 0.
-        target_logits (`torch.Tensor` of shape `(1, 1 + k, V)`):
-            Processed logits of the target: row i judges draft i, the last row follows all drafts.
-        draft_logits (`torch.Tensor` of shape `(1, k, V)`, *optional*): See [`accept_drafts`].
-        do_sample (`bool`): Sampling or greedy decoding.
-
-    Returns:
-        [`VerificationResult`]
-    """
+    """Accept the longest prefix of drafts and add the target's own token, for one request (paper section 3)."""
     num_drafts = draft_ids.shape[1]
     if num_drafts == 0:
         return VerificationResult(draft_ids.new_zeros(1), select_token(target_logits[:, 0], do_sample))

@@ -13,21 +13,14 @@ from .request import Request
 
 
 class WaitingRequests:
-    """Prompts that have not begun, and answers that are done.
-
-    Args:
-        prompts (`Sequence[torch.LongTensor]`): Each `(1, s)`, in the order of their numbers.
-        first_number (`int`): Number of the first of them.
-        max_batch (`int`): Most texts at a time.
-        on_finished (`Callable`, *optional*): Called with number and answer `(n,)` of every text that ends.
-    """
+    """Prompts that have not begun, and answers that are done."""
 
     def __init__(
         self,
-        prompts: Sequence[torch.Tensor],
-        first_number: int,
-        max_batch: int,
-        on_finished: Callable[[int, torch.Tensor], None],
+        prompts: Sequence[torch.Tensor],  # each [1, s], in the order of their numbers
+        first_number: int,  # number of the first of them
+        max_batch: int,  # most texts at a time
+        on_finished: Callable[[int, torch.Tensor], None],  # called with number and answer [n] of every text that ends
     ):
         self._waiting = deque(enumerate(prompts, first_number))
         self._max_batch, self._on_finished = max_batch, on_finished
@@ -37,27 +30,16 @@ class WaitingRequests:
 
     @property
     def prompt_lengths(self) -> list[int]:
-        """`list[int]`: Tokens of each prompt."""
+        """Tokens of each prompt."""
         return [prompt.shape[1] for _, prompt in self._waiting]
 
     def take(self, num_running: int) -> list[tuple[int, torch.Tensor]]:
-        """The prompts that may begin now.
-
-        Args:
-            num_running (`int`): Texts that have not ended.
-
-        Returns:
-            `list[tuple[int, torch.LongTensor]]`: numbers and prompts.
-        """
+        """The prompts that may begin now."""
         count = min(self._max_batch - num_running, len(self._waiting))
         return [self._waiting.popleft() for _ in range(count)]
 
     def hand_in(self, rows: Sequence[Request]) -> None:
-        """Take the answers of texts that ended.
-
-        Args:
-            rows (`Sequence[Request]`): The texts.
-        """
+        """Take the answers of texts that ended."""
         for row in rows:
             self._on_finished(row.index, row.new_ids)
 
@@ -65,12 +47,14 @@ class WaitingRequests:
 class QueueStreamer:
     """A streamer that brings more prompts with it, and hands the tokens of each text to a function.
 
-    Args:
-        queue (`WaitingRequests`): The prompts that go on with the call.
-        on_tokens (`Callable`, *optional*): Called with the number of a prompt and its new tokens, `(n,)`.
+    `on_tokens`: called with the number of a prompt and its new tokens, [n].
     """
 
-    def __init__(self, queue: WaitingRequests, on_tokens: Callable[[int, torch.Tensor], None] | None):
+    def __init__(
+        self,
+        queue: WaitingRequests,  # the prompts that go on with the call
+        on_tokens: Callable[[int, torch.Tensor], None] | None,
+    ):
         self.queue, self._on_tokens = queue, on_tokens
 
     def put(self, value: torch.Tensor) -> None:
@@ -86,12 +70,5 @@ class QueueStreamer:
 
 
 def queue_of(streamer: Any) -> WaitingRequests | None:
-    """The prompts that a call goes on with.
-
-    Args:
-        streamer (`BaseStreamer`, *optional*): The call's.
-
-    Returns:
-        [`WaitingRequests`] or `None`
-    """
+    """The prompts that a call goes on with."""
     return streamer.queue if isinstance(streamer, QueueStreamer) else None

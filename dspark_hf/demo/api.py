@@ -26,11 +26,7 @@ UNEXPECTED = "The server failed on this request, which is a fault of the demo. I
 
 
 def add_endpoints(session: Session) -> None:
-    """Add `/compare` and `/pair` to the app that is being built.
-
-    Args:
-        session (`Session`): What runs the models.
-    """
+    """Add `/compare` and `/pair` to the app that is being built."""
 
     def compare(
         prompt: str,
@@ -78,14 +74,7 @@ def add_endpoints(session: Session) -> None:
 
 
 def as_values(progress: Progress) -> dict[str, Any]:
-    """A comparison as JSON values.
-
-    Args:
-        progress (`Progress`): The comparison.
-
-    Returns:
-        `dict[str, Any]`
-    """
+    """A comparison as JSON values."""
     return {
         "phase": progress.phase,
         "identical": progress.identical,

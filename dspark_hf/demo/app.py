@@ -79,24 +79,9 @@ def build_demo(
     draft: DSparkDraftModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     limits: Limits | None = None,
-    enable_thinking: bool | None = None,
+    enable_thinking: bool | None = None,  # how the thinking switch stands at first, where the chat template has one
 ) -> gr.Blocks:
-    """Build the app; nothing is served yet, and no state is kept outside of what is returned.
-
-    Args:
-        target (`PreTrainedModel`, *optional*): The model that generates; the default pair where none is given.
-        draft (`DSparkDraftModel`, *optional*): Its draft.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer.
-        limits (`Limits`, *optional*): Bounds of a request and of the queue.
-        enable_thinking (`bool`, *optional*):
-            How the thinking switch stands at first, where the chat template has one; `None` leaves it to the template.
-
-    Returns:
-        `gradio.Blocks`: the app, for [`serve`].
-
-    Raises:
-        ValueError: If only part of a pair is given.
-    """
+    """Build the app; nothing is served yet, and no state is kept outside of what is returned."""
     given = [thing is not None for thing in (target, draft, tokenizer)]
     if any(given) and not all(given):
         raise ValueError("A pair is a target, its draft and the tokenizer, got only part of it. Give all, or none.")
@@ -112,21 +97,7 @@ def build_demo(
 
 
 def serve(demo: gr.Blocks, host: str | None = None, port: int | None = None, wait: bool = True) -> str:
-    """Serve the app.
-
-    Args:
-        demo (`gradio.Blocks`): From [`build_demo`].
-        host (`str`, *optional*):
-            Address to listen at: the environment variable `GRADIO_SERVER_NAME`, or this machine only (127.0.0.1).
-        port (`int`, *optional*): Port, or the first free one from 7860 on.
-        wait (`bool`, *optional*, defaults to `True`): Whether to return only when the server is ended (Ctrl-C).
-
-    Returns:
-        `str`: the URL on this machine.
-
-    Raises:
-        OSError: If the port is taken.
-    """
+    """Serve the app."""
     _, url, _ = demo.launch(
         server_name=host,
         server_port=port,

@@ -15,15 +15,8 @@ DRAFTS, OWN = "accepted drafts", "target's own token"
 NUM_BINS = 5
 
 
-def tokens_per_round(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
-    """Tokens that each round committed, by origin: their sum is the round's accepted length.
-
-    Args:
-        rounds (`Sequence[RoundRecord]`): The rounds, in order.
-
-    Returns:
-        `pandas.DataFrame`: columns `round` (from 1), `tokens` and `origin`.
-    """
+def tokens_per_round(rounds: Sequence[RoundRecord]) -> pd.DataFrame:  # columns `round` (from 1), `tokens` and `origin`
+    """Tokens that each round committed, by origin: their sum is the round's accepted length."""
     rows = []
     for number, record in enumerate(rounds, start=1):
         accepted = min(record.num_accepted, record.num_committed)
@@ -32,14 +25,7 @@ def tokens_per_round(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
 
 
 def confidence_outcomes(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
-    """How many drafts of each confidence the target accepted; only drafts that it judged count.
-
-    Args:
-        rounds (`Sequence[RoundRecord]`): The rounds.
-
-    Returns:
-        `pandas.DataFrame`: columns `confidence` (a range, such as `"20-40 %"`), `drafts` and `outcome`.
-    """
+    """How many drafts of each confidence the target accepted; only drafts that it judged count."""
     counts = {(low, outcome): 0 for low in range(NUM_BINS) for outcome in (ACCEPTED, REJECTED)}
     for record in rounds:
         for slot, confidence in enumerate(record.confidence[: record.verify_length]):
@@ -53,15 +39,7 @@ def confidence_outcomes(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
 
 
 def acceptance_by_slot(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
-    """How often each slot was accepted once all slots before it were.
-
-    Args:
-        rounds (`Sequence[RoundRecord]`): The rounds.
-
-    Returns:
-        `pandas.DataFrame`: columns `slot` (`"slot 0"`, ...), `accepted` (percent) and `rounds` that reached the slot;
-        slots that none reached are left out.
-    """
+    """How often each slot was accepted once all slots before it were."""
     rows = [
         (f"slot {slot}", 100 * accepted / reached, reached)
         for slot, (reached, accepted) in enumerate(AcceptanceStats(list(rounds)).slot_counts)

@@ -19,80 +19,60 @@ REJECTED, UNJUDGED = "rejected", "not reached"
 class Token:
     """One token of a text and where it came from.
 
-    Args:
-        token_id (`int`): Its id.
-        text (`str`): What it adds to the text; empty where it holds only part of a character.
-        origin (`str`): One of `ORIGINS`: an accepted draft, the target's correction of a rejected draft, the target's
-            bonus after a block accepted whole, or a step of the target alone.
-        slot (`int`, *optional*): Slot of an accepted draft, or of the draft that was corrected.
-        confidence (`float`, *optional*): The draft's confidence in that slot, in [0, 1].
-        round_index (`int`, *optional*): The round that committed it; `None` for the prefill and without a draft.
+    `origin`: one of `ORIGINS`: an accepted draft, the target's correction of a rejected draft, the target's bonus
+    after a block accepted whole, or a step of the target alone.
     """
 
     token_id: int
-    text: str
+    text: str  # what it adds to the text; empty where it holds only part of a character
     origin: str = PLAIN
-    slot: int | None = None
-    confidence: float | None = None
-    round_index: int | None = None
+    slot: int | None = None  # slot of an accepted draft, or of the draft that was corrected
+    confidence: float | None = None  # the draft's confidence in that slot, in [0, 1]
+    round_index: int | None = None  # the round that committed it; None for the prefill and without a draft
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two texts.
+    """One of the two texts."""
 
-    Args:
-        tokens (`tuple[Token, ...]`): New tokens.
-        seconds (`float`): Wall clock so far, prefill included.
-        rounds (`tuple[RoundRecord, ...]`): Rounds so far; empty without a draft.
-        finished (`bool`): Whether `generate` has returned.
-    """
-
-    tokens: tuple[Token, ...] = ()
-    seconds: float = 0.0
-    rounds: tuple[RoundRecord, ...] = ()
-    finished: bool = False
+    tokens: tuple[Token, ...] = ()  # new tokens
+    seconds: float = 0.0  # wall clock so far, prefill included
+    rounds: tuple[RoundRecord, ...] = ()  # rounds so far; empty without a draft
+    finished: bool = False  # whether `generate` has returned
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """`tuple[int, ...]`: Ids of the new tokens."""
+        """Ids of the new tokens."""
         return tuple(token.token_id for token in self.tokens)
 
     @property
     def text(self) -> str:
-        """`str`: The text, special tokens included."""
+        """The text, special tokens included."""
         return "".join(token.text for token in self.tokens)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """`float` or `None`: New tokens per second; `None` before the first."""
+        """New tokens per second; `None` before the first."""
         return len(self.tokens) / self.seconds if self.tokens else None
 
     @property
     def stats(self) -> AcceptanceStats:
-        """`AcceptanceStats`: Figures of the rounds."""
+        """Figures of the rounds."""
         return AcceptanceStats(list(self.rounds))
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A comparison at one moment.
+    """A comparison at one moment."""
 
-    Args:
-        settings (`RunSettings`): What was asked for.
-        plain (`Side`, *optional*): Without the draft; `None` before its turn.
-        dspark (`Side`, *optional*): With it; `None` before its turn.
-        stopped (`bool`): Whether the visitor ended it.
-    """
-
-    settings: RunSettings
-    plain: Side | None = None
-    dspark: Side | None = None
-    stopped: bool = False
+    settings: RunSettings  # what was asked for
+    plain: Side | None = None  # without the draft; None before its turn
+    dspark: Side | None = None  # with it; None before its turn
+    stopped: bool = False  # whether the visitor ended it
 
     @property
     def phase(self) -> str:
-        """`str`: `"waiting"`, `"plain"`, `"dspark"`, `"stopped"` or `"done"`."""
+        """`"waiting"`, `"plain"`, `"dspark"`, `"stopped"` or `"done"`."""
         if self.stopped:
             return "stopped"
         if self.dspark is not None:
@@ -101,13 +81,13 @@ class Progress:
 
     @property
     def speedup(self) -> float | None:
-        """`float` or `None`: DSpark's tokens per second over plain generation's, so far."""
+        """DSpark's tokens per second over plain generation's, so far."""
         rates = [side.tokens_per_s if side is not None else None for side in (self.plain, self.dspark)]
         return rates[1] / rates[0] if all(rates) else None
 
     @property
     def first_difference(self) -> int | None:
-        """`int` or `None`: Index of the first token that differs, in the part that both sides have written."""
+        """Index of the first token that differs, in the part that both sides have written."""
         if self.plain is None or self.dspark is None:
             return None
         plain, dspark = self.plain.token_ids, self.dspark.token_ids
@@ -118,24 +98,14 @@ class Progress:
 
     @property
     def identical(self) -> bool:
-        """`bool`: Whether both texts are complete and the same, token by token."""
+        """Whether both texts are complete and the same, token by token."""
         return self.phase == "done" and self.first_difference is None
 
 
 def tokens_of_round(
     token_ids: tuple[int, ...], texts: tuple[str, ...], record: RoundRecord | None, round_index: int | None
 ) -> tuple[Token, ...]:
-    """Name the origin of the tokens that one step committed.
-
-    Args:
-        token_ids (`tuple[int, ...]`): The tokens.
-        texts (`tuple[str, ...]`): What each adds to the text.
-        record (`RoundRecord`, *optional*): The round; `None` for the prefill and for plain generation.
-        round_index (`int`, *optional*): Its number, from 0.
-
-    Returns:
-        `tuple[Token, ...]`
-    """
+    """Name the origin of the tokens that one step committed."""
     if record is None:
         return tuple(Token(token_id, text) for token_id, text in zip(token_ids, texts, strict=True))
     tokens = []
@@ -152,15 +122,7 @@ def tokens_of_round(
 
 
 def draft_outcome(record: RoundRecord, slot: int) -> str:
-    """What became of one draft of a round.
-
-    Args:
-        record (`RoundRecord`): The round.
-        slot (`int`): Slot of a draft that was sent.
-
-    Returns:
-        `str`: `"accepted"`, `"rejected"`, or `"not reached"` where an earlier draft was rejected or the text ended.
-    """
+    """What became of one draft of a round."""
     if slot < record.num_accepted:
         return ACCEPTED
     return REJECTED if slot == record.num_accepted and record.bonus_token is not None else UNJUDGED

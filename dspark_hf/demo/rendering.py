@@ -32,15 +32,7 @@ MISSING = "–"
 
 
 def side_title(progress: Progress | None, with_draft: bool) -> str:
-    """The heading above one text: its name, whether it is running, and its speed.
-
-    Args:
-        progress (`Progress`, *optional*): The comparison; `None` before the first.
-        with_draft (`bool`): Which of the two.
-
-    Returns:
-        `str`: HTML.
-    """
+    """The heading above one text: its name, whether it is running, and its speed."""
     name = "With DSpark" if with_draft else "Without DSpark"
     side = _side(progress, with_draft)
     state = _side_state(progress, side, with_draft)
@@ -53,15 +45,7 @@ def side_title(progress: Progress | None, with_draft: bool) -> str:
 
 
 def side_text(progress: Progress | None, with_draft: bool) -> str:
-    """One text, each token marked by its origin; the plain text has no marks.
-
-    Args:
-        progress (`Progress`, *optional*): The comparison; `None` before the first.
-        with_draft (`bool`): Which of the two.
-
-    Returns:
-        `str`: HTML.
-    """
+    """One text, each token marked by its origin; the plain text has no marks."""
     side = _side(progress, with_draft)
     if side is None:
         hint = "The same prompt, answered by the target and its draft." if with_draft else "The target on its own."
@@ -73,15 +57,7 @@ def side_text(progress: Progress | None, with_draft: bool) -> str:
 
 
 def status_line(progress: Progress | None, dtype_name: str) -> str:
-    """Which of the two is running, or how the comparison ended.
-
-    Args:
-        progress (`Progress`, *optional*): The comparison; `None` before the first.
-        dtype_name (`str`): Weights of the models, which greedy texts may part over.
-
-    Returns:
-        `str`: HTML; screen readers announce it.
-    """
+    """Which of the two is running, or how the comparison ended."""
     phase = progress.phase if progress is not None else "idle"
     if phase == "done":
         tone, sentence = _verdict(progress, dtype_name)
@@ -92,14 +68,7 @@ def status_line(progress: Progress | None, dtype_name: str) -> str:
 
 
 def figures(progress: Progress | None) -> str:
-    """The figures of a comparison as a row of cards.
-
-    Args:
-        progress (`Progress`, *optional*): The comparison; `None` before the first.
-
-    Returns:
-        `str`: HTML.
-    """
+    """The figures of a comparison as a row of cards."""
     plain, dspark = _side(progress, False), _side(progress, True)
     speedup = progress.speedup if progress is not None else None
     rates = [_number(side.tokens_per_s if side is not None else None, 1) for side in (plain, dspark)]
@@ -115,11 +84,7 @@ def figures(progress: Progress | None) -> str:
 
 
 def legend() -> str:
-    """What the marks of the DSpark text mean.
-
-    Returns:
-        `str`: HTML.
-    """
+    """What the marks of the DSpark text mean."""
     items = "".join(
         f'<li><span class="ds-tok ds-{origin}">{escape(name)}</span> {escape(ORIGIN_HELP[origin])}</li>'
         for origin, name in ORIGIN_NAMES.items()
@@ -128,15 +93,7 @@ def legend() -> str:
 
 
 def rounds_table(progress: Progress | None, texts: dict[int, str]) -> str:
-    """Every round: its drafts with their confidence and what became of them, and the target's own token.
-
-    Args:
-        progress (`Progress`, *optional*): The comparison; `None` before the first.
-        texts (`dict[int, str]`): Text of every token id in the rounds.
-
-    Returns:
-        `str`: HTML.
-    """
+    """Every round: its drafts with their confidence and what became of them, and the target's own token."""
     side = _side(progress, True)
     if side is None or not side.rounds:
         return '<p class="ds-note">The rounds appear here when the run has ended.</p>'
@@ -148,27 +105,12 @@ def rounds_table(progress: Progress | None, texts: dict[int, str]) -> str:
 
 
 def error_line(message: str) -> str:
-    """An error in the place of the status line.
-
-    Args:
-        message (`str`): What went wrong, and what to do.
-
-    Returns:
-        `str`: HTML.
-    """
+    """An error in the place of the status line."""
     return _line("alert", "error", "error", "Error", escape(message))
 
 
 def header(target_name: str, facts: list[str]) -> str:
-    """The top of the page.
-
-    Args:
-        target_name (`str`): The target.
-        facts (`list[str]`): What else is worth knowing of the pair, in few words each.
-
-    Returns:
-        `str`: HTML.
-    """
+    """The top of the page."""
     chips = "".join(f"<li>{escape(fact)}</li>" for fact in [target_name, *facts])
     return (
         '<header class="ds-top"><h1>DSpark</h1><p>Speculative decoding for Hugging Face transformers: a small draft '

@@ -34,12 +34,8 @@ WARM_UP_PROMPT = "Count from one to ten."
 class Pair:
     """A target, its draft and their tokenizer.
 
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        draft (`DSparkDraftModel`): Its draft.
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        enable_thinking (`bool`, *optional*):
-            The chat template's thinking switch where a visitor does not set it; `None` leaves it to the template.
+    `enable_thinking`: the chat template's thinking switch where a visitor does not set it; None leaves it to the
+    template.
     """
 
     target: PreTrainedModel
@@ -49,30 +45,24 @@ class Pair:
 
     @property
     def num_slots(self) -> int:
-        """`int`: Drafts in a block."""
+        """Drafts in a block."""
         return self.draft.config.num_draft_slots
 
     @property
     def dtype_name(self) -> str:
-        """`str`: `"bfloat16"` and the like."""
+        """`"bfloat16"` and the like."""
         return str(self.target.dtype).removeprefix("torch.")
 
     @property
     def thinks(self) -> bool | None:
-        """`bool` or `None`: Whether visitors who set nothing get thinking; `None` without a switch in the template."""
+        """Whether visitors who set nothing get thinking; `None` without a switch in the template."""
         if not has_thinking_switch(self.tokenizer):
             return None
         return thinks_by_default(self.tokenizer) if self.enable_thinking is None else self.enable_thinking
 
 
 class Session:
-    """All comparisons of one pair. Every visitor shares it; one `generate` call runs at a time.
-
-    Args:
-        pair (`Pair`): The models.
-        limits (`Limits`, *optional*): Bounds of a request.
-        update_s (`float`, *optional*): Seconds between two snapshots.
-    """
+    """All comparisons of one pair. Every visitor shares it; one `generate` call runs at a time."""
 
     def __init__(self, pair: Pair, limits: Limits | None = None, update_s: float = UPDATE_S):
         self.pair = pair
@@ -81,17 +71,7 @@ class Session:
         self._lock = threading.Lock()
 
     def check(self, settings: RunSettings) -> dict[str, torch.Tensor]:
-        """Refuse what is out of bounds.
-
-        Args:
-            settings (`RunSettings`): What was asked for.
-
-        Returns:
-            `dict[str, torch.Tensor]`: the model inputs of the prompt.
-
-        Raises:
-            ValueError: With a sentence for the visitor.
-        """
+        """Refuse what is out of bounds."""
         settings.check(self.limits, self.pair.num_slots)
         inputs = encode_prompt(self._tokenizer(settings), settings.prompt, settings.raw)
         positions = getattr(self.pair.target.config.get_text_config(), "max_position_embeddings", None)
@@ -118,19 +98,7 @@ class Session:
         return with_thinking(self.pair.tokenizer, asked)
 
     def compare(self, settings: RunSettings, stop: threading.Event | None = None) -> Iterator[Progress]:
-        """Generate without and then with the draft.
-
-        Args:
-            settings (`RunSettings`): What to generate.
-            stop (`threading.Event`, *optional*):
-                Ends the comparison at the next token when set. It is also set when the caller closes this iterator.
-
-        Returns:
-            `Iterator[Progress]`: snapshots, the last of them `"done"` or `"stopped"`.
-
-        Raises:
-            ValueError: If the request is out of bounds.
-        """
+        """Generate without and then with the draft."""
         inputs = self.check(settings)
         stop = stop if stop is not None else threading.Event()
         progress = Progress(settings)

@@ -13,19 +13,12 @@ from ..decoding.criterion import SCHEDULES
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of the demo.
+    """Bounds of the demo."""
 
-    Args:
-        max_prompt_chars (`int`, *optional*, defaults to 4000): Longest prompt, in characters.
-        max_prompt_tokens (`int`, *optional*, defaults to 1024): Longest prompt, in tokens, chat template included.
-        max_new_tokens (`int`, *optional*, defaults to 256): Longest answer, in tokens.
-        max_queue (`int`, *optional*, defaults to 64): Requests that may wait for their turn.
-    """
-
-    max_prompt_chars: int = 4000
-    max_prompt_tokens: int = 1024
-    max_new_tokens: int = 256
-    max_queue: int = 64
+    max_prompt_chars: int = 4000  # longest prompt, in characters
+    max_prompt_tokens: int = 1024  # longest prompt, in tokens, chat template included
+    max_new_tokens: int = 256  # longest answer, in tokens
+    max_queue: int = 64  # requests that may wait for their turn
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -35,50 +28,30 @@ class Limits:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """One comparison, as asked for.
+    """One comparison, as asked for."""
 
-    Args:
-        prompt (`str`): The user's turn, or the text to continue.
-        raw (`bool`, *optional*, defaults to `False`): Continue the text itself, without the chat template.
-        temperature (`float`, *optional*, defaults to 0.0): 0 decodes greedily.
-        top_p (`float`, *optional*, defaults to 1.0): Nucleus, when sampling.
-        max_new_tokens (`int`, *optional*, defaults to 96): Longest answer, in tokens.
-        num_assistant_tokens (`int`, *optional*): Most drafts per round; the whole block where not given.
-        schedule (`str`, *optional*): Which of them are sent; the draft's own setting where not given.
-        seed (`int`, *optional*, defaults to 0): Random seed of both sides.
-        enable_thinking (`bool`, *optional*): The chat template's thinking switch; the demo's own setting without it.
-    """
-
-    prompt: str
-    raw: bool = False
-    temperature: float = 0.0
-    top_p: float = 1.0
-    max_new_tokens: int = 96
-    num_assistant_tokens: int | None = None
-    schedule: str | None = None
-    seed: int = 0
-    enable_thinking: bool | None = None
+    prompt: str  # the user's turn, or the text to continue
+    raw: bool = False  # continue the text itself, without the chat template
+    temperature: float = 0.0  # 0 decodes greedily
+    top_p: float = 1.0  # nucleus, when sampling
+    max_new_tokens: int = 96  # longest answer, in tokens
+    num_assistant_tokens: int | None = None  # most drafts per round; the whole block where not given
+    schedule: str | None = None  # which of them are sent; the draft's own setting where not given
+    seed: int = 0  # random seed of both sides
+    enable_thinking: bool | None = None  # the chat template's thinking switch; the demo's own setting without it
 
     @property
     def is_greedy(self) -> bool:
-        """`bool`: Whether the two texts should be the same."""
+        """Whether the two texts should be the same."""
         return self.temperature == 0
 
     @property
     def generate_arguments(self) -> dict[str, Any]:
-        """`dict[str, Any]`: What both `generate` calls get, apart from the prompt."""
+        """What both `generate` calls get, apart from the prompt."""
         return {**sampling_arguments(self.temperature, self.top_p), "max_new_tokens": self.max_new_tokens}
 
     def check(self, limits: Limits, num_slots: int) -> None:
-        """Refuse what is out of bounds; the length in tokens is checked where the prompt is tokenised.
-
-        Args:
-            limits (`Limits`): Bounds of the demo.
-            num_slots (`int`): Drafts in a block of the draft.
-
-        Raises:
-            ValueError: With a sentence for the visitor.
-        """
+        """Refuse what is out of bounds; the length in tokens is checked where the prompt is tokenised."""
         self._check_prompt(limits)
         _check_number("Temperature", self.temperature, 0, 2)
         _check_number("Top-p", self.top_p, 0, 1)

@@ -24,14 +24,7 @@ _STORAGE_WORDS = re.compile(
 
 
 def check_config(pair: Pair) -> list[Finding]:
-    """Run every check that needs no weights.
-
-    Args:
-        pair (`Pair`): The pair.
-
-    Returns:
-        `list[Finding]`, the faults that keep the two from working together first.
-    """
+    """Run every check that needs no weights."""
     return [finding for check in _CHECKS for finding in check(pair)]
 
 
@@ -291,30 +284,16 @@ def _attention(pair: Pair) -> Iterator[Finding]:
             )
 
 
-def expected_config(pair: Pair) -> DSparkConfig | None:
-    """The config that a draft made from this target would have.
-
-    Args:
-        pair (`Pair`): The pair.
-
-    Returns:
-        [`DSparkConfig`] or `None`, where the target's config is of an unusual kind.
-    """
+def expected_config(pair: Pair) -> DSparkConfig | None:  # None where the target's config is of an unusual kind
+    """The config that a draft made from this target would have."""
     try:
         return DSparkConfig.from_target(pair.target.config, mask_token_id=0, num_taps=1)
     except ValueError:
         return None
 
 
-def plain_name(name: str) -> str:
-    """A model's name without owner, folders, and the words for its storage format.
-
-    Args:
-        name (`str`): Hub id or path.
-
-    Returns:
-        `str`, in lower case.
-    """
+def plain_name(name: str) -> str:  # in lower case
+    """A model's name without owner, folders, and the words for its storage format."""
     words = re.split(r"[-_.]", name.rstrip("/").replace("\\", "/").rpartition("/")[2].lower())
     return "-".join(word for word in words if not _STORAGE_WORDS.fullmatch(word))
 

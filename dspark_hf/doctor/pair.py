@@ -14,38 +14,30 @@ from ..drafts.modeling_dspark import DSparkDraftModel
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, its draft, and how the target is prompted.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        draft (`DSparkDraftModel`): Its draft.
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        enable_thinking (`bool`, *optional*): The chat template's thinking switch; `None` leaves it to the template.
-        raw (`bool`, *optional*, defaults to `False`): Prompt without the chat template.
-    """
+    """A target, its draft, and how the target is prompted."""
 
     target: PreTrainedModel
     draft: DSparkDraftModel
     tokenizer: PreTrainedTokenizerBase
-    enable_thinking: bool | None = None
-    raw: bool = False
+    enable_thinking: bool | None = None  # the chat template's thinking switch; None leaves it to the template
+    raw: bool = False  # prompt without the chat template
 
     @property
     def config(self) -> DSparkConfig:
-        """`DSparkConfig`: The draft's."""
+        """The draft's."""
         return self.draft.config
 
     @property
     def text_config(self) -> PreTrainedConfig:
-        """`PreTrainedConfig`: The target's, of its language part."""
+        """The target's, of its language part."""
         return self.target.config.get_text_config(decoder=True)
 
     @property
     def training_info(self) -> dict:
-        """`dict`: What the draft's config says about its training; empty where it says nothing."""
+        """What the draft's config says about its training; empty where it says nothing."""
         return self.config.training_info or {}
 
     @property
     def prompting_tokenizer(self) -> PreTrainedTokenizerBase:
-        """`PreTrainedTokenizerBase`: The target's, with the thinking switch set as the pair is prompted."""
+        """The target's, with the thinking switch set as the pair is prompted."""
         return with_thinking(self.tokenizer, self.enable_thinking)

@@ -33,32 +33,17 @@ MAX_MASKS = 4
 
 @dataclass(frozen=True)
 class Probe:
-    """What became of full blocks.
+    """What became of full blocks."""
 
-    Args:
-        accepted_length (`float`): Tokens per round, bonus token included.
-        standard_error (`float`): Of `accepted_length`, over the rounds.
-        num_rounds (`int`): Rounds.
-        reached (`tuple[int, ...]`): Per slot, rounds in which all slots before it were accepted.
-        accepted (`tuple[int, ...]`): Per slot, rounds in which it was accepted as well.
-    """
-
-    accepted_length: float
-    standard_error: float
+    accepted_length: float  # tokens per round, bonus token included
+    standard_error: float  # of `accepted_length`, over the rounds
     num_rounds: int
-    reached: tuple[int, ...] = ()
-    accepted: tuple[int, ...] = ()
+    reached: tuple[int, ...] = ()  # per slot, rounds in which all slots before it were accepted
+    accepted: tuple[int, ...] = ()  # per slot, rounds in which it was accepted as well
 
     @classmethod
     def from_rounds(cls, rounds: Sequence[RoundRecord]) -> Probe:
-        """Count.
-
-        Args:
-            rounds (`Sequence[RoundRecord]`): At least one.
-
-        Returns:
-            [`Probe`]
-        """
+        """Count."""
         committed = [record.num_committed for record in rounds]
         error = statistics.stdev(committed) / len(committed) ** 0.5 if len(committed) > 1 else float("inf")
         stats = AcceptanceStats(list(rounds))
@@ -68,44 +53,25 @@ class Probe:
 
 @dataclass(frozen=True)
 class Alternative:
-    """One thing that may be wrong, and how to find out.
+    """One thing that may be wrong, and how to find out."""
 
-    Args:
-        code (`str`): Code of the finding, if this is it.
-        meaning (`str`): What is wrong then; the beginning of a sentence.
-        remedy (`str`): What to do then.
-        fields (`Mapping[str, Any]`, *optional*): Fields of the draft's config to change.
-        raw (`bool`, *optional*): Whether to prompt without the chat template; `None`: as before.
-        enable_thinking (`bool`, *optional*): The thinking switch; `None`: as before.
-    """
-
-    code: str
-    meaning: str
-    remedy: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    raw: bool | None = None
-    enable_thinking: bool | None = None
+    code: str  # code of the finding, if this is it
+    meaning: str  # what is wrong then; the beginning of a sentence
+    remedy: str  # what to do then
+    fields: Mapping[str, Any] = field(default_factory=dict)  # fields of the draft's config to change
+    raw: bool | None = None  # whether to prompt without the chat template; None: as before
+    enable_thinking: bool | None = None  # the thinking switch; None: as before
 
     @property
     def margin(self) -> float:
-        """`float`: Tokens per round by which it must be better to count."""
+        """Tokens per round by which it must be better to count."""
         return MARGIN if self.raw is None and self.enable_thinking is None else TEXT_MARGIN
 
 
 def collect(
     pair: Pair, prompts: Sequence[Prompt], max_new_tokens: int, alternative: Alternative | None = None
 ) -> list[RoundRecord]:
-    """Answer prompts greedily with full blocks; the draft is as before afterwards.
-
-    Args:
-        pair (`Pair`): The pair.
-        prompts (`Sequence[Prompt]`): At least one.
-        max_new_tokens (`int`): Longest answer; lengthened to one full block where it is shorter.
-        alternative (`Alternative`, *optional*): What to change meanwhile.
-
-    Returns:
-        `list[RoundRecord]`
-    """
+    """Answer prompts greedily with full blocks; the draft is as before afterwards."""
     change = alternative if alternative is not None else Alternative("", "", "")
     tokenizer = pair.prompting_tokenizer
     if change.enable_thinking is not None:
@@ -118,15 +84,7 @@ def collect(
 
 @contextlib.contextmanager
 def changed(draft: DSparkDraftModel, fields: Mapping[str, Any]) -> Iterator[None]:
-    """Other values in a draft's config inside the `with` block; everything is put back afterwards.
-
-    Args:
-        draft (`DSparkDraftModel`): The draft; no other thread may use it meanwhile.
-        fields (`Mapping[str, Any]`): Fields of its config.
-
-    Returns:
-        Context manager.
-    """
+    """Other values in a draft's config inside the `with` block; everything is put back afterwards."""
     before = {name: getattr(draft.config, name) for name in fields}
     rotary = draft.rotary_emb
     try:
@@ -142,29 +100,13 @@ def changed(draft: DSparkDraftModel, fields: Mapping[str, Any]) -> Iterator[None
 
 
 def alternatives(pair: Pair, other_prompting: bool = True) -> list[Alternative]:
-    """What could explain that drafts are not accepted.
-
-    Args:
-        pair (`Pair`): A pair that fits.
-        other_prompting (`bool`, *optional*, defaults to `True`): Whether other ways to prompt are among them.
-
-    Returns:
-        `list[Alternative]`
-    """
+    """What could explain that drafts are not accepted."""
     prompting = _other_prompting(pair) if other_prompting else ()
     return [*_other_taps(pair), *_other_slots(pair), *prompting, *_other_rope(pair), *_other_masks(pair)]
 
 
 def explanation(found: Probe, tried: Sequence[tuple[Alternative, Probe]]) -> tuple[Alternative, Probe] | None:
-    """The best of the alternatives that do clearly better.
-
-    Args:
-        found (`Probe`): The pair as it is.
-        tried (`Sequence[tuple[Alternative, Probe]]`): The alternatives, on the same prompts.
-
-    Returns:
-        `tuple[Alternative, Probe]` or `None`
-    """
+    """The best of the alternatives that do clearly better."""
     clear = []
     for alternative, probe in tried:
         gain = probe.accepted_length - found.accepted_length
@@ -175,15 +117,7 @@ def explanation(found: Probe, tried: Sequence[tuple[Alternative, Probe]]) -> tup
 
 
 def judge_probe(found: Probe, best: tuple[Alternative, Probe] | None) -> list[Finding]:
-    """Findings of the probing.
-
-    Args:
-        found (`Probe`): The pair as it is.
-        best (`tuple[Alternative, Probe]`, *optional*): From [`explanation`].
-
-    Returns:
-        `list[Finding]`
-    """
+    """Findings of the probing."""
     if best is not None:
         alternative, probe = best
         return [

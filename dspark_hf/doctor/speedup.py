@@ -32,57 +32,33 @@ SHORTEST = 3  # tokens that any answer has
 class Gain:
     """Speed with the draft against plain generation, for one request unless it says otherwise.
 
-    Args:
-        speedup (`float`): All tokens over all seconds, against plain generation; prefill included.
-        lowest (`float`): The speed-up of the prompt that gains least.
-        highest (`float`): Of the one that gains most.
-        num_prompts (`int`): Prompts.
-        num_tokens (`int`): Tokens generated with the draft.
-        accepted_length (`float`): Tokens per round, with as many drafts as the schedule sends.
-        num_identical (`int`): Prompts whose two greedy texts are the same.
-        plain_token_s (`float`): Seconds per token of plain generation, after the prefill.
-        dspark_token_s (`float`): Seconds per token with the draft, after the prefill.
-        break_even_tokens (`float`, *optional*):
-            Tokens of an answer after which the draft's reading of the prompt is earned back; `None` where it never is.
-        load_limit (`int`, *optional*):
-            Most requests at a time up to which drafting pays by the measured round times, 0 for none; `None` where it
-            is not known.
-        load_tried (`int`, *optional*): Most requests that were looked at.
+    `break_even_tokens`: tokens of an answer after which the draft's reading of the prompt is earned back; None where
+    it never is. `load_limit`: most requests at a time up to which drafting pays by the measured round times, 0 for
+    none; None where it is not known.
     """
 
-    speedup: float
-    lowest: float
-    highest: float
+    speedup: float  # all tokens over all seconds, against plain generation; prefill included
+    lowest: float  # the speed-up of the prompt that gains least
+    highest: float  # of the one that gains most
     num_prompts: int
-    num_tokens: int
-    accepted_length: float
-    num_identical: int
-    plain_token_s: float
-    dspark_token_s: float
+    num_tokens: int  # tokens generated with the draft
+    accepted_length: float  # tokens per round, with as many drafts as the schedule sends
+    num_identical: int  # prompts whose two greedy texts are the same
+    plain_token_s: float  # seconds per token of plain generation, after the prefill
+    dspark_token_s: float  # seconds per token with the draft, after the prefill
     break_even_tokens: float | None = None
     load_limit: int | None = None
-    load_tried: int | None = None
+    load_tried: int | None = None  # most requests that were looked at
 
 
 def measure_gain(
     pair: Pair,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int,
+    prompts: Sequence[Prompt],  # at least one
+    max_new_tokens: int,  # longest answer, in tokens
     rounds: Sequence[RoundRecord],
-    on_progress: Callable[[str], None],
+    on_progress: Callable[[str], None],  # called with what begins
 ) -> Gain:
-    """Run prompts with and without the draft, in turns, and time rounds.
-
-    Args:
-        pair (`Pair`): The pair.
-        prompts (`Sequence[Prompt]`): At least one.
-        max_new_tokens (`int`): Longest answer, in tokens.
-        rounds (`Sequence[RoundRecord]`): Recorded full blocks, for the load.
-        on_progress (`Callable`): Called with what begins.
-
-    Returns:
-        [`Gain`]
-    """
+    """Run prompts with and without the draft, in turns, and time rounds."""
     on_progress("Generating with and without the draft")
     results = compare(
         pair.target, pair.draft, pair.prompting_tokenizer, prompts, max_new_tokens=max_new_tokens, raw=pair.raw
@@ -104,15 +80,7 @@ def _profile(pair: Pair) -> RoundTimeProfile | None:
 
 
 def gain_from(results: Sequence[PromptComparison], load: tuple[int, int] | None = None) -> Gain:
-    """Sum up a comparison.
-
-    Args:
-        results (`Sequence[PromptComparison]`): From `compare`, at least one.
-        load (`tuple[int, int]`, *optional*): From [`load_limit`].
-
-    Returns:
-        [`Gain`]
-    """
+    """Sum up a comparison."""
     pooled = summarize(results)
     speedups = [result.dspark.tokens_per_s / result.plain.tokens_per_s for result in results]
     plain_s, dspark_s = token_seconds(results)
@@ -132,16 +100,10 @@ def gain_from(results: Sequence[PromptComparison], load: tuple[int, int] | None 
     )
 
 
-def token_seconds(results: Sequence[PromptComparison]) -> tuple[float, float]:
+def token_seconds(results: Sequence[PromptComparison]) -> tuple[float, float]:  # NaN where no prompt got two tokens
     """Seconds per token after the prefill, without and with the draft.
 
     The prefill is what a call with the draft takes besides its rounds, and plain generation takes as long for it.
-
-    Args:
-        results (`Sequence[PromptComparison]`): From `compare`.
-
-    Returns:
-        `tuple[float, float]`: NaN where no prompt got two tokens.
     """
     plain_s = dspark_s = 0.0
     plain_tokens = dspark_tokens = 0
@@ -155,15 +117,8 @@ def token_seconds(results: Sequence[PromptComparison]) -> tuple[float, float]:
     return (plain_s / plain_tokens if plain_tokens else nan, dspark_s / dspark_tokens if dspark_tokens else nan)
 
 
-def first_draft_s(results: Sequence[PromptComparison]) -> float:
-    """Seconds that the first drafting of a text takes longer than the later ones: it reads the prompt.
-
-    Args:
-        results (`Sequence[PromptComparison]`): From `compare`.
-
-    Returns:
-        `float`: the median over the prompts, at least 0; 0 where no text has two rounds that draft.
-    """
+def first_draft_s(results: Sequence[PromptComparison]) -> float:  # the median over the prompts, at least 0
+    """Seconds that the first drafting of a text takes longer than the later ones: it reads the prompt."""
     extra = []
     for result in results:
         seconds = [record.draft_s for record in result.dspark.stats.rounds if record.drafted]
@@ -172,39 +127,21 @@ def first_draft_s(results: Sequence[PromptComparison]) -> float:
     return max(0.0, statistics.median(extra)) if extra else 0.0
 
 
-def break_even_tokens(first_s: float, plain_token_s: float, dspark_token_s: float) -> float | None:
-    """Tokens after which a cost paid once is earned back.
-
-    Args:
-        first_s (`float`): The cost, in seconds.
-        plain_token_s (`float`): Seconds per token of plain generation.
-        dspark_token_s (`float`): Seconds per token with the draft.
-
-    Returns:
-        `float`, or `None` where a token does not take less time with the draft.
-
-    Example:
-        >>> break_even_tokens(0.25, plain_token_s=0.5, dspark_token_s=0.25)
-        1.0
-    """
+def break_even_tokens(
+    first_s: float, plain_token_s: float, dspark_token_s: float
+) -> float | None:  # None where a token does not take less time with the draft
+    """Tokens after which a cost paid once is earned back."""
     return first_s / (plain_token_s - dspark_token_s) if dspark_token_s < plain_token_s else None
 
 
-def load_limit(rounds: Sequence[RoundRecord], curve: SPSCurve, num_slots: int) -> tuple[int, int] | None:
+def load_limit(
+    rounds: Sequence[RoundRecord], curve: SPSCurve, num_slots: int
+) -> tuple[int, int] | None:  # None without rounds that can be replayed
     """Most requests at a time up to which drafting gives more tokens per second than plain generation.
 
     Recorded rounds are replayed with the default schedule, for no more requests than the curve has tokens: beyond
     what was measured, plain generation would be guesswork too. The times are those of one request, so the result is
     rough.
-
-    Args:
-        rounds (`Sequence[RoundRecord]`): Recorded rounds, with confidences.
-        curve (`SPSCurve`): Round times.
-        num_slots (`int`): Slots per block.
-
-    Returns:
-        `tuple[int, int]`: the limit, 0 where it does not pay at all, and the most requests that were tried; `None`
-        without rounds that can be replayed.
     """
     usable = full_blocks(rounds, num_slots)
     if not usable:
@@ -220,16 +157,7 @@ def load_limit(rounds: Sequence[RoundRecord], curve: SPSCurve, num_slots: int) -
 
 
 def judge_gain(gain: Gain, dtype: str, device_type: str) -> list[Finding]:
-    """Findings of the measurement.
-
-    Args:
-        gain (`Gain`): What was measured.
-        dtype (`str`): The target's.
-        device_type (`str`): Where it runs.
-
-    Returns:
-        `list[Finding]`
-    """
+    """Findings of the measurement."""
     if gain.speedup >= 1:
         return []
     if dtype == "float32" and device_type == "cpu":
@@ -252,14 +180,7 @@ def judge_gain(gain: Gain, dtype: str, device_type: str) -> list[Finding]:
 
 
 def gain_sentences(gain: Gain) -> list[str]:
-    """What was measured, in words.
-
-    Args:
-        gain (`Gain`): The figures.
-
-    Returns:
-        `list[str]`
-    """
+    """What was measured, in words."""
     spread = f" ({gain.lowest:.2f} to {gain.highest:.2f} from prompt to prompt)" if gain.num_prompts > 1 else ""
     sentences = [
         f"Expect {gain.speedup:.2f} times the speed of plain generation for one request on this machine{spread}; "

@@ -20,14 +20,7 @@ MAX_VALUES = 2**20  # a sample tells as much as the whole of a large matrix
 
 
 def check_weights(pair: Pair) -> list[Finding]:
-    """Run every check that reads weights.
-
-    Args:
-        pair (`Pair`): The pair.
-
-    Returns:
-        `list[Finding]`
-    """
+    """Run every check that reads weights."""
     with torch.no_grad():
         return [finding for check in _CHECKS for finding in check(pair)]
 
@@ -140,15 +133,7 @@ def _embedding(pair: Pair) -> Iterator[Finding]:
 
 
 def looks_fresh(weight: torch.Tensor, scale: float) -> bool:
-    """Whether a matrix still has the distribution it was initialised with: normal, of mean 0.
-
-    Args:
-        weight (`torch.Tensor`): The matrix.
-        scale (`float`): Standard deviation of fresh weights.
-
-    Returns:
-        `bool`
-    """
+    """Whether a matrix still has the distribution it was initialised with: normal, of mean 0."""
     values = weight.flatten()[:: max(1, weight.numel() // MAX_VALUES)].float()
     noise = 1 / (2 * values.numel()) ** 0.5  # relative standard error of a normal sample's deviation
     deviation = values.std().item()
@@ -158,16 +143,11 @@ def looks_fresh(weight: torch.Tensor, scale: float) -> bool:
     return abs(kurtosis - 3) < max(0.05, 4 * (24 / values.numel()) ** 0.5)
 
 
-def rows_distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """How far rows are from those they should be.
-
-    Args:
-        ours (`torch.Tensor` of shape `(n, d)`): Rows.
-        theirs (`torch.Tensor` of shape `(n, d)`): What they should be.
-
-    Returns:
-        `float`: Norm of the difference over the norm of `theirs`; unrelated rows of one size are about 1.4 apart.
-    """
+def rows_distance(
+    ours: torch.Tensor,  # [n, d]
+    theirs: torch.Tensor,  # [n, d]
+) -> float:
+    """How far rows are from those they should be."""
     ours, theirs = ours.float().cpu(), theirs.float().cpu()
     return ((ours - theirs).norm() / theirs.norm().clamp(min=1e-12)).item()
 

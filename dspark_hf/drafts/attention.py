@@ -14,28 +14,15 @@ from torch import nn
 
 def eager_attention(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: torch.Tensor,  # [b, heads, q, e]
+    key: torch.Tensor,  # [b, kv_heads, k, e]
+    value: torch.Tensor,  # [b, kv_heads, k, v]
+    attention_mask: torch.Tensor | None,  # broadcastable to [b, 1, q, k], True = visible
     scaling: float,
     dropout: float = 0.0,
     **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention as two grouped matmuls, in transformers' attention interface; key-value heads are not repeated.
-
-    Args:
-        module (`nn.Module`): The attention layer; `training` is read.
-        query (`torch.Tensor` of shape `(b, heads, q, e)`): Queries.
-        key (`torch.Tensor` of shape `(b, kv_heads, k, e)`): Keys.
-        value (`torch.Tensor` of shape `(b, kv_heads, k, v)`): Values; v is e, or another width.
-        attention_mask (`torch.BoolTensor`, *optional*): Broadcastable to `(b, 1, q, k)`, True = visible.
-        scaling (`float`): Factor on the scores.
-        dropout (`float`, *optional*, defaults to 0.0): Dropout of the weights.
-
-    Returns:
-        `tuple`: outputs `(b, q, heads, v)` and weights `(b, kv_heads, heads / kv_heads, q, k)`.
-    """
+) -> tuple[torch.Tensor, torch.Tensor]:  # outputs [b, q, heads, v] and weights [b, kv_heads, heads / kv_heads, q, k]
+    """Attention as two grouped matmuls, in transformers' attention interface; key-value heads are not repeated."""
     b, heads, q, e = query.shape
     kv_heads, k = key.shape[1], key.shape[2]
     groups = heads // kv_heads
@@ -51,22 +38,16 @@ def eager_attention(
 
 
 def folded_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
+    query: torch.Tensor,  # [b, heads, q, e]
+    key: torch.Tensor,  # [b, kv_heads, k, e]
+    value: torch.Tensor,  # [b, kv_heads, k, v]
+    attention_mask: torch.Tensor | None,  # of `folded_mask`
+    scaling: float,
+) -> torch.Tensor:  # [b, q, heads, v]
     """Attention by a fused kernel; the heads of a group are further queries of one head, so nothing is repeated.
 
     On a CPU a few queries take a third to all of the time of two matmuls, and a fourth to half of that of the kernel
     with repeated heads (benchmarks/attention.py).
-
-    Args:
-        query (`torch.Tensor` of shape `(b, heads, q, e)`): Queries.
-        key (`torch.Tensor` of shape `(b, kv_heads, k, e)`): Keys.
-        value (`torch.Tensor` of shape `(b, kv_heads, k, v)`): Values.
-        attention_mask (`torch.Tensor`, *optional*): Of [`folded_mask`].
-        scaling (`float`): Factor on the scores.
-
-    Returns:
-        `torch.Tensor` of shape `(b, q, heads, v)`.
     """
     b, heads, q, e = query.shape
     folded = query.reshape(b, key.shape[1], -1, e)
@@ -74,16 +55,11 @@ def folded_attention(
     return outputs.reshape(b, heads, q, value.shape[-1]).transpose(1, 2)
 
 
-def folded_mask(visible: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
-    """A mask for [`folded_attention`], added to the scores: kernels make that of a boolean one at every layer.
-
-    Args:
-        visible (`torch.BoolTensor` of shape `(b, 1, q or 1, k)`): True = visible.
-        groups (`int`): Heads that share keys and values.
-        dtype (`torch.dtype`): Of the queries.
-
-    Returns:
-        `torch.Tensor` of shape `(b, 1, groups * q or 1, k)`.
-    """
+def folded_mask(
+    visible: torch.Tensor,  # [b, 1, q or 1, k], True = visible
+    groups: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:  # [b, 1, groups * q or 1, k]
+    """A mask for [`folded_attention`], added to the scores: kernels make that of a boolean one at every layer."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))
     return mask if mask.shape[2] == 1 else mask.repeat(1, 1, groups, 1)

@@ -164,25 +164,7 @@ class DSparkConfig(PreTrainedConfig):
         num_taps: int = 5,
         **overrides: Any,
     ) -> DSparkConfig:
-        """Sound defaults for a new draft of a decoder-only target: its widths, its RoPE, layers spread over its depth.
-
-        Args:
-            target_config (`PreTrainedConfig`): The target's configuration.
-            mask_token_id (`int`): A row of the target's embedding that no text uses; see `find_mask_token_id`.
-            num_hidden_layers (`int`, *optional*, defaults to 2): Draft layers.
-            num_taps (`int`, *optional*, defaults to 5): Target layers to read, or all but the last where it has fewer.
-            overrides (`Any`): Further fields of [`DSparkConfig`].
-
-        Returns:
-            [`DSparkConfig`]
-
-        Raises:
-            ValueError: If a field of the target's config is missing, or an override contradicts the rest.
-
-        Example:
-            >>> DSparkConfig.from_target(target.config, mask_token_id=4).target_layer_ids  # doctest: +SKIP
-            [1, 8, 14, 20, 27]
-        """
+        """Defaults for a new draft of a decoder-only target: its widths, its RoPE, layers spread over its depth."""
         text_config = target_config.get_text_config(decoder=True)
         layer = full_attention_layer(text_config)
         depth = text_config.num_hidden_layers
@@ -230,19 +212,8 @@ class DSparkConfig(PreTrainedConfig):
                 )
 
 
-def spread_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:
-    """Layer ids spread evenly over a target's depth, from the second layer to the third last; never the last.
-
-    Args:
-        num_target_layers (`int`): Depth of the target, at least 2.
-        num_taps (`int`): Layers wanted.
-
-    Returns:
-        `list[int]`: ascending; fewer than wanted where the target has not so many.
-
-    Raises:
-        ValueError: If the target has a single layer, or `num_taps` < 1.
-    """
+def spread_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:  # ascending
+    """Layer ids spread evenly over a target's depth, from the second layer to the third last; never the last."""
     if num_target_layers < 2 or num_taps < 1:
         raise ValueError(
             f"A draft reads at least one layer below the target's last, got {num_target_layers} layers and {num_taps} "

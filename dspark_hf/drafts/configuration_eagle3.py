@@ -127,17 +127,7 @@ class Eagle3Config(PreTrainedConfig):
 
 
 def as_dspark(config: Eagle3Config) -> DSparkConfig:
-    """What an Eagle3 draft and a DSpark draft have in common, for the rules that hold for both.
-
-    Args:
-        config (`Eagle3Config`): The draft's configuration.
-
-    Returns:
-        [`DSparkConfig`] of a draft without heads.
-
-    Raises:
-        ValueError: If a field breaks one of those rules.
-    """
+    """What an Eagle3 draft and a DSpark draft have in common, for the rules that hold for both."""
     fields = {name: copy.deepcopy(getattr(config, name)) for name in _SHARED_FIELDS}
     no_heads = {"markov_rank": 0, "enable_confidence_head": False}
     # No mask is ever fed; every embedding has row 0.
@@ -147,41 +137,12 @@ def as_dspark(config: Eagle3Config) -> DSparkConfig:
 def read_config(
     name_or_path: str | os.PathLike, load_arguments: dict[str, Any], stated: dict[str, Any] | None = None
 ) -> Eagle3Config:
-    """The configuration of an Eagle3 checkpoint.
-
-    Args:
-        name_or_path (`str` or `os.PathLike`): Hub id or folder.
-        load_arguments (`dict[str, Any]`): Arguments of `from_pretrained`; those that find files are used.
-        stated (`dict[str, Any]`, *optional*): `target_layer_ids`, where the file leaves them open.
-
-    Returns:
-        [`Eagle3Config`]
-
-    Raises:
-        OSError: If there is no config.json.
-        ValueError: If the config is not an Eagle3 draft's, lacks a field that cannot be guessed, or contradicts
-            `stated`.
-        NotImplementedError: If the format is known but not supported.
-    """
+    """The configuration of an Eagle3 checkpoint."""
     return convert_config(read_config_file(name_or_path, load_arguments), str(name_or_path), stated)
 
 
 def convert_config(config: dict[str, Any], source: str, stated: dict[str, Any] | None = None) -> Eagle3Config:
-    """Translate a config.json.
-
-    Args:
-        config (`dict[str, Any]`): Contents of config.json.
-        source (`str`): Where it came from, for messages.
-        stated (`dict[str, Any]`, *optional*): `target_layer_ids`, where the file leaves them open.
-
-    Returns:
-        [`Eagle3Config`]
-
-    Raises:
-        ValueError: If the config is not an Eagle3 draft's, lacks a field that cannot be guessed, or contradicts
-            `stated`.
-        NotImplementedError: If the format is known but not supported.
-    """
+    """Translate a config.json."""
     stated = given(stated)
     with wrong_types_in_words(source):
         if formats.is_dspark(config):

@@ -16,11 +16,6 @@ class DraftCache:
 
     A block's own keys and values are written behind the context and overwritten by the next round, so that no round
     copies the context and nothing needs cropping: only [`commit`] moves the ends of the contexts.
-
-    Args:
-        num_layers (`int`): Draft layers.
-        min_capacity (`int`, *optional*, defaults to 256): Smallest buffer, in tokens.
-        num_requests (`int`, *optional*, defaults to 1): R.
     """
 
     def __init__(self, num_layers: int, min_capacity: int = 256, num_requests: int = 1):
@@ -30,13 +25,12 @@ class DraftCache:
         self._counts: tuple[int, ...] = ()
         self._ends: list[int] = []
 
-    def begin(self, counts: Sequence[int], block_size: int) -> None:
-        """Announce a round: where its keys and values belong.
-
-        Args:
-            counts (`Sequence[int]` of length R): c_r.
-            block_size (`int`): g, slots of every request's block.
-        """
+    def begin(
+        self,
+        counts: Sequence[int],  # [R]
+        block_size: int,
+    ) -> None:
+        """Announce a round: where its keys and values belong."""
         self._counts = tuple(counts)
         starts = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._ends = [start + block_size for start in starts]
@@ -48,19 +42,13 @@ class DraftCache:
         self._rows = torch.cat([rows.repeat_interleave(torch.tensor(counts)), rows.repeat_interleave(block_size)])
         self._places = torch.cat([*contexts, blocks.flatten()])
 
-    def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the round's keys and values behind the committed contexts.
-
-        Args:
-            layer_idx (`int`): Draft layer.
-            keys (`torch.Tensor` of shape `(1, h, C + R * g, e)`):
-                The new context of request 0, of request 1, ..., then their blocks.
-            values (`torch.Tensor` of shape `(1, h, C + R * g, e)`): Likewise.
-
-        Returns:
-            `tuple`: keys and values of shape `(R, h, longest, e)`, views of the buffers; what lies behind the end of
-            a shorter request is to be hidden, see [`block_mask`].
-        """
+    def write(
+        self,
+        layer_idx: int,
+        keys: torch.Tensor,  # [1, h, C + R * g, e], the new context of request 0, of request 1, ..., then their blocks
+        values: torch.Tensor,  # [1, h, C + R * g, e]
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # keys and values [R, h, longest, e], views of the buffers
+        """Write the round's keys and values behind the committed contexts."""
         end = max(self._ends)
         buffers = self._buffers[layer_idx]
         if buffers is None or buffers[0].shape[2] < end:
@@ -76,7 +64,7 @@ class DraftCache:
 
     @property
     def ends(self) -> list[int]:
-        """`list[int]`: Keys of each request in this round, the block included."""
+        """Keys of each request in this round, the block included."""
         return self._ends
 
     def commit(self) -> None:
@@ -84,11 +72,7 @@ class DraftCache:
         self.lengths = [length + count for length, count in zip(self.lengths, self._counts, strict=True)]
 
     def keep(self, requests: Sequence[int]) -> None:
-        """Forget all other requests.
-
-        Args:
-            requests (`Sequence[int]`): Requests to keep, in their new order.
-        """
+        """Forget all other requests."""
         self.lengths = [self.lengths[request] for request in requests]
         self._buffers = [
             None if buffers is None else tuple(buffer[list(requests)] for buffer in buffers)
@@ -96,11 +80,7 @@ class DraftCache:
         ]
 
     def add(self, num_requests: int) -> None:
-        """Make room for more requests, after the present ones.
-
-        Args:
-            num_requests (`int`): How many.
-        """
+        """Make room for more requests, after the present ones."""
         self.lengths = self.lengths + [0] * num_requests
         self._buffers = [
             None
@@ -123,26 +103,13 @@ class DraftCache:
 
 
 def block_mask(
-    ends: Sequence[int],
+    ends: Sequence[int],  # [R], keys of each request, its block last
     num_queries: int,
     window: int | None,
     is_causal: bool,
     device: torch.device,
-) -> torch.Tensor | None:
-    """What the blocks of a decoding round see: the context of their own request, or a window of it, and the block.
-
-    Args:
-        ends (`Sequence[int]` of length R): Keys of each request, its block last.
-        num_queries (`int`): Slots of a block.
-        window (`int`, *optional*):
-            Context tokens visible before the anchor; it is counted from the anchor and does not move with the slot.
-        is_causal (`bool`): Whether a slot sees no later slot.
-        device (`torch.device`): Where the mask is needed.
-
-    Returns:
-        `torch.BoolTensor` broadcastable to `(R, 1, num_queries, max(ends))`, True = visible; `None` where everything
-        is.
-    """
+) -> torch.Tensor | None:  # broadcastable to [R, 1, num_queries, max(ends)], True = visible; None where everything is
+    """What the blocks of a decoding round see: the context of their own request, or a window of it, and the block."""
     longest = max(ends)
     ragged = min(ends) < longest
     if not ragged and not is_causal and (window is None or longest <= window + num_queries):

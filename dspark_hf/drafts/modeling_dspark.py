@@ -31,12 +31,7 @@ from .target_binding import TargetBinding, bind
 
 
 class DSparkAttention(nn.Module):
-    """Attention with KV injection (paper Eq 3): keys and values of context and block, queries of the block alone.
-
-    Args:
-        config (`DSparkConfig`): The draft's configuration.
-        layer_idx (`int`): Draft layer.
-    """
+    """Attention with KV injection (paper Eq 3): keys and values of context and block, queries of the block alone."""
 
     def __init__(self, config: DSparkConfig, layer_idx: int):
         super().__init__()
@@ -62,26 +57,15 @@ class DSparkAttention(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        context: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
+        hidden_states: torch.Tensor,  # [b, q, d]
+        context: torch.Tensor,  # [b, c, d], with a cache [1, C, d]: that of all requests, one after the other
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin, each [b, c + q, e]
+        attention_mask: torch.Tensor | None = None,  # [b or 1, 1, q, keys], True = visible
         cache: DraftCache | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # [b, q, d]
         """Attend.
 
-        Args:
-            hidden_states (`torch.Tensor` of shape `(b, q, d)`): Normed block states.
-            context (`torch.Tensor` of shape `(b, c, d)`): Projected context (Eq 2), not normed again. With a cache
-                `(1, C, d)`: that of all requests, one after the other.
-            position_embeddings (`tuple`): cos and sin, each `(b, c + q, e)`; with a cache `(1, C + b * q, e)`.
-            attention_mask (`torch.BoolTensor`, *optional*): `(b or 1, 1, q, keys)`, True = visible; `None`: the mask
-                of decoding, where every slot sees the whole context (or the window before the anchor) and the whole
-                block.
-            cache (`DraftCache`, *optional*): Earlier context.
-
-        Returns:
-            `torch.Tensor` of shape `(b, q, d)`.
+        `position_embeddings`: cos and sin, each [b, c + q, e]; with a cache [1, C + b * q, e].
         """
         b, q, d = hidden_states.shape
         inputs = torch.cat([context, hidden_states.reshape(context.shape[0], -1, d)], dim=1)  # [b, c + q, d]
@@ -132,19 +116,14 @@ class DSparkAttention(nn.Module):
 
 
 def apply_rope(
-    queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    queries: torch.Tensor,  # [b, heads, q, e]
+    keys: torch.Tensor,  # [b, kv_heads, c + q, e]
+    cos: torch.Tensor,  # [b, c + q, e]
+    sin: torch.Tensor,  # [b, c + q, e]
+) -> tuple[torch.Tensor, torch.Tensor]:  # rotated queries and keys
     """Rotate queries and keys; the queries are the last ones of the positions.
 
-    Args:
-        queries (`torch.Tensor` of shape `(b, heads, q, e)`): Queries.
-        keys (`torch.Tensor` of shape `(b, kv_heads, c + q, e)`): Keys; `(1, kv_heads, C + b * q, e)` where requests
-            lie one after the other.
-        cos (`torch.Tensor` of shape `(b, c + q, e)`): Cosines, as many as keys.
-        sin (`torch.Tensor` of shape `(b, c + q, e)`): Sines.
-
-    Returns:
-        `tuple`: rotated queries and keys.
+    `keys`: [1, kv_heads, C + b * q, e] where requests lie one after the other.
     """
     b, _, q, e = queries.shape
     num_queries = b * q // cos.shape[0]  # per row of the positions
@@ -154,11 +133,7 @@ def apply_rope(
 
 
 class DSparkMLP(nn.Module):
-    """Gated MLP.
-
-    Args:
-        config (`DSparkConfig`): The draft's configuration.
-    """
+    """Gated MLP."""
 
     def __init__(self, config: DSparkConfig):
         super().__init__()
@@ -167,25 +142,16 @@ class DSparkMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Map `(b, q, d)` to `(b, q, d)`.
-
-        Args:
-            hidden_states (`torch.Tensor` of shape `(b, q, d)`): Normed states.
-
-        Returns:
-            `torch.Tensor` of shape `(b, q, d)`.
-        """
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [b, q, d]
+    ) -> torch.Tensor:  # [b, q, d]
+        """Map `(b, q, d)` to `(b, q, d)`."""
         return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
 class DSparkDecoderLayer(GradientCheckpointingLayer):
-    """One draft layer: attention with KV injection, then the MLP, both pre-norm with residuals.
-
-    Args:
-        config (`DSparkConfig`): The draft's configuration.
-        layer_idx (`int`): Draft layer.
-    """
+    """One draft layer: attention with KV injection, then the MLP, both pre-norm with residuals."""
 
     def __init__(self, config: DSparkConfig, layer_idx: int):
         super().__init__()
@@ -209,12 +175,7 @@ class DSparkDecoderLayer(GradientCheckpointingLayer):
 
 
 class DSparkGemma4DecoderLayer(DSparkDecoderLayer):
-    """One draft layer of Gemma 4's kind: norms before and after attention and MLP, the output scaled by a number.
-
-    Args:
-        config (`DSparkConfig`): The draft's configuration.
-        layer_idx (`int`): Draft layer.
-    """
+    """One draft layer of Gemma 4's kind: norms before and after attention and MLP, the output scaled by a number."""
 
     def __init__(self, config: DSparkConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -239,15 +200,7 @@ class DSparkGemma4DecoderLayer(DSparkDecoderLayer):
 
 
 def rms_norm(config: DSparkConfig, width: int) -> nn.Module:
-    """The RMS norm of a draft's layer kind; Qwen3's rounds before it multiplies by the weight, Gemma 4's after.
-
-    Args:
-        config (`DSparkConfig`): Uses `layer_kind` and `rms_norm_eps`.
-        width (`int`): Width of the normed vectors.
-
-    Returns:
-        `nn.Module`
-    """
+    """The RMS norm of a draft's layer kind; Qwen3's rounds before it multiplies by the weight, Gemma 4's after."""
     norm_class = nn.RMSNorm if config.layer_kind == "gemma4" else Qwen3RMSNorm
     return norm_class(width, eps=config.rms_norm_eps)
 

@@ -29,11 +29,7 @@ from .target_binding import TargetBinding, bind
 
 
 class Eagle3Attention(nn.Module):
-    """Causal attention whose projections read twice the hidden size: embedding and hidden state, both normed.
-
-    Args:
-        config (`Eagle3Config`): The draft's configuration.
-    """
+    """Causal attention whose projections read twice the hidden size: embedding and hidden state, both normed."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -54,22 +50,12 @@ class Eagle3Attention(nn.Module):
 
     def forward(
         self,
-        inputs: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_mask: torch.Tensor | None = None,
+        inputs: torch.Tensor,  # [b, q, 2 * d]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin, each [b, q, e]
+        attention_mask: torch.Tensor | None = None,  # [b or 1, 1, q, k], True = visible; None: causal
         cache: Cache | None = None,
-    ) -> torch.Tensor:
-        """Attend.
-
-        Args:
-            inputs (`torch.Tensor` of shape `(b, q, 2 * d)`): Normed embeddings, then normed hidden states.
-            position_embeddings (`tuple`): cos and sin, each `(b, q, e)`.
-            attention_mask (`torch.BoolTensor`, *optional*): `(b or 1, 1, q, k)`, True = visible; `None`: causal.
-            cache (`Cache`, *optional*): Keys and values of earlier passes; takes these in.
-
-        Returns:
-            `torch.Tensor` of shape `(b, q, d)`.
-        """
+    ) -> torch.Tensor:  # [b, q, d]
+        """Attend."""
         b, q, _ = inputs.shape
         shape = (b, q, -1, self.head_dim)
         queries = self.q_norm(self.q_proj(inputs).view(shape)).transpose(1, 2)
@@ -98,11 +84,7 @@ def _causal_mask(q: int, keys: torch.Tensor) -> torch.Tensor:
 
 
 class Eagle3DecoderLayer(nn.Module):
-    """The draft's layer; its residual is the hidden state alone, not normed.
-
-    Args:
-        config (`Eagle3Config`): The draft's configuration.
-    """
+    """The draft's layer; its residual is the hidden state alone, not normed."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()

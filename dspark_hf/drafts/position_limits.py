@@ -20,17 +20,11 @@ _LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "max_target_position
 
 @dataclass(frozen=True)
 class PositionLimits:
-    """Where a pass over several tokens would differ from single steps, or fail. Lengths count the anchor.
+    """Where a pass over several tokens would differ from single steps, or fail. Lengths count the anchor."""
 
-    Args:
-        switch (`int`, *optional*): Longest text whose frequencies are the original ones.
-        one_set_beyond (`bool`): Whether the frequencies are the same for all texts longer than that.
-        end (`int`, *optional*): Positions that the target has.
-    """
-
-    switch: int | None = None
-    one_set_beyond: bool = True
-    end: int | None = None
+    switch: int | None = None  # longest text whose frequencies are the original ones
+    one_set_beyond: bool = True  # whether the frequencies are the same for all texts longer than that
+    end: int | None = None  # positions that the target has
 
     def most_drafts(self, length: int) -> int | None:
         """Drafts that may follow a text of `length` tokens in one pass; `None` without a limit."""

@@ -19,14 +19,7 @@ from .formats.files import TensorFiles, hub_arguments
 
 @contextlib.contextmanager
 def readable_errors(source: str) -> Iterator[None]:
-    """Turn the low-level errors of unreadable weight files into one that says what to do.
-
-    Args:
-        source (`str`): Where the weights come from.
-
-    Raises:
-        ValueError: In place of a `SafetensorError`.
-    """
+    """Turn the low-level errors of unreadable weight files into one that says what to do."""
     try:
         yield
     except SafetensorError as error:
@@ -37,17 +30,7 @@ def readable_errors(source: str) -> Iterator[None]:
 
 
 def check_loaded(model: nn.Module, loading_info: dict[str, Any], source: str) -> None:
-    """Refuse a partly initialised draft.
-
-    Args:
-        model (`nn.Module`): The loaded draft.
-        loading_info (`dict[str, Any]`): Second value of `from_pretrained(output_loading_info=True)`.
-        source (`str`): Where the weights came from.
-
-    Raises:
-        ValueError: If a tensor is missing, unexpected, of another shape, or not finite; or an id of a reduced draft
-            vocabulary lies outside the target's.
-    """
+    """Refuse a partly initialised draft."""
     for kind, meaning in (
         ("missing_keys", "lacks tensors that its config asks for"),
         ("unexpected_keys", "has tensors that its config does not account for"),
@@ -73,17 +56,7 @@ def check_loaded(model: nn.Module, loading_info: dict[str, Any], source: str) ->
 
 
 def check_copies(model: nn.Module, files: TensorFiles, source: str) -> None:
-    """Compare what a checkpoint holds twice, or holds of its target, with the config.
-
-    Args:
-        model (`nn.Module`): The loaded draft.
-        files (`TensorFiles`): Its tensors on disk.
-        source (`str`): Where the weights came from.
-
-    Raises:
-        ValueError: If the target's embedding or LM head is of another shape than the config says, or the membership
-            mask of a reduced vocabulary names other tokens than its map.
-    """
+    """Compare what a checkpoint holds twice, or holds of its target, with the config."""
     config, ids = model.config, model.draft_token_ids()
     whole = (config.vocab_size, config.hidden_size)
     for name in ("embed_tokens.weight", "lm_head.weight"):
@@ -110,21 +83,7 @@ def load_checked(
     config: PreTrainedConfig,
     load_arguments: dict[str, Any],
 ) -> Any:
-    """Load a draft of any kind, whole or not at all: every tensor, the knobs, and rows to recognise a wrong target by.
-
-    Args:
-        load (`Callable`): `from_pretrained` of `PreTrainedModel`, bound to the draft's class.
-        name_or_path (`str` or `os.PathLike`): Hub id or folder.
-        model_args (`tuple`): Further arguments of `load`.
-        config (`PreTrainedConfig`): The draft's configuration.
-        load_arguments (`dict[str, Any]`): Keyword arguments of `load`.
-
-    Returns:
-        The draft, and what `load` tells of the loading where `output_loading_info` asks for it.
-
-    Raises:
-        ValueError: If the weights are unreadable, incomplete or do not fit the config.
-    """
+    """Load a draft of any kind, whole or not at all: all tensors, the knobs, and rows that tell a wrong target."""
     source = str(name_or_path)
     return_info = load_arguments.pop("output_loading_info", False)
     load_arguments.setdefault("use_safetensors", True)  # no pickle
@@ -146,16 +105,7 @@ def save_with_knobs(
     repo_id: str | None,
     save_arguments: dict[str, Any],
 ) -> None:
-    """Save a draft of any kind in our own layout, and its generation knobs beside it.
-
-    Args:
-        model (`PreTrainedModel`): The draft.
-        save (`Callable`): `save_pretrained` of `PreTrainedModel`, bound to the draft.
-        save_directory (`str` or `os.PathLike`): Folder to write to.
-        push_to_hub (`bool`): Upload the folder afterwards.
-        repo_id (`str`, *optional*): Hub id to upload to; the folder's name by default.
-        save_arguments (`dict[str, Any]`): Keyword arguments of `save`.
-    """
+    """Save a draft of any kind in our own layout, and its generation knobs beside it."""
     save_arguments["save_original_format"] = False  # our names, whatever those of the file it was read from
     save(save_directory, **save_arguments)
     if save_arguments.get("is_main_process", True):

@@ -26,65 +26,42 @@ class TargetBinding:
     """The modules of a target that a draft calls, and how that target turns LM-head outputs into logits.
 
     The modules are called, never read, so quantised, offloaded, tied and scaled ones work.
-
-    Args:
-        embed_tokens (`nn.Module`): The target's input embedding.
-        lm_head (`nn.Module`): The target's output embedding.
-        logit_scale (`float`, *optional*, defaults to 1.0): Factor on the logits (Cohere, Granite).
-        logit_softcap (`float`, *optional*): c in c * tanh(logits / c) (Gemma).
-        head_layers (`tuple[nn.Module, ...]`, *optional*): What hidden states pass before the LM head (ModernBERT).
     """
 
-    embed_tokens: nn.Module
-    lm_head: nn.Module
-    logit_scale: float = 1.0
-    logit_softcap: float | None = None
-    head_layers: tuple[nn.Module, ...] = ()
+    embed_tokens: nn.Module  # the target's input embedding
+    lm_head: nn.Module  # the target's output embedding
+    logit_scale: float = 1.0  # factor on the logits (Cohere, Granite)
+    logit_softcap: float | None = None  # c in c * tanh(logits / c) (Gemma)
+    head_layers: tuple[nn.Module, ...] = ()  # what hidden states pass before the LM head (ModernBERT)
 
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings as the target's layers see them.
-
-        Args:
-            ids (`torch.LongTensor` of shape `(...)`): Target ids, on any device.
-
-        Returns:
-            `torch.Tensor` of shape `(..., d)`.
-        """
+    def embed(
+        self,
+        ids: torch.Tensor,  # [...]
+    ) -> torch.Tensor:  # [..., d]
+        """Embeddings as the target's layers see them."""
         return self.embed_tokens(_to_module(ids, self.embed_tokens))
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits over the whole vocabulary, as the target computes them from its final hidden states.
-
-        Args:
-            hidden (`torch.Tensor` of shape `(..., d)`): Hidden states after the final norm.
-
-        Returns:
-            `torch.Tensor` of shape `(..., V)`, on `hidden`'s device, in the LM head's dtype.
-        """
+    def logits(
+        self,
+        hidden: torch.Tensor,  # [..., d], hidden states after the final norm
+    ) -> torch.Tensor:  # [..., V], on `hidden`'s device, in the LM head's dtype
+        """Logits over the whole vocabulary, as the target computes them from its final hidden states."""
         return self.scale(_through(self.lm_head, self.before_head(hidden)).to(hidden.device))
 
-    def before_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the LM head reads; most targets have nothing between.
-
-        Args:
-            hidden (`torch.Tensor` of shape `(..., d)`): Hidden states after the final norm.
-
-        Returns:
-            `torch.Tensor` of shape `(..., d)`.
-        """
+    def before_head(
+        self,
+        hidden: torch.Tensor,  # [..., d], hidden states after the final norm
+    ) -> torch.Tensor:  # [..., d]
+        """What the LM head reads; most targets have nothing between."""
         for layer in self.head_layers:
             hidden = _through(layer, hidden).to(hidden.device, hidden.dtype)
         return hidden
 
-    def scale(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply the target's logit scale and soft cap.
-
-        Args:
-            logits (`torch.Tensor` of shape `(..., V)`): Raw outputs of an LM head.
-
-        Returns:
-            `torch.Tensor` of the same shape.
-        """
+    def scale(
+        self,
+        logits: torch.Tensor,  # [..., V], raw outputs of an LM head
+    ) -> torch.Tensor:
+        """Apply the target's logit scale and soft cap."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_softcap is not None:
@@ -108,22 +85,7 @@ def _to_module(inputs: torch.Tensor, module: nn.Module) -> torch.Tensor:
 def bind(
     target: PreTrainedModel, config: DSparkConfig, embedding_sample: dict[int, torch.Tensor] | None = None
 ) -> TargetBinding:
-    """Check that a draft of this configuration fits the target, and bind the shared modules.
-
-    Args:
-        target (`PreTrainedModel`): A decoder-only model with an LM head.
-        config (`DSparkConfig`): The draft's configuration.
-        embedding_sample (`dict[int, torch.Tensor]`, *optional*):
-            Rows of the embedding of the target that the draft was trained for; a difference is warned of.
-
-    Returns:
-        [`TargetBinding`]
-
-    Raises:
-        NotImplementedError: If the target is no decoder-only language model, its cache takes no tokens back, or its
-            logits come from something else than its modules, a factor and a soft cap.
-        ValueError: If the two do not fit; the message names the field and both values.
-    """
+    """Check that a draft of this configuration fits the target, and bind the shared modules."""
     config.require_target_fields()
     name = type(target).__name__
     if target.config.is_encoder_decoder:

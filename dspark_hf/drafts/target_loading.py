@@ -47,39 +47,17 @@ _MAPPINGS = {
 
 @dataclass(frozen=True)
 class TargetSource:
-    """Where a target lies, and what is known of it before it is loaded.
+    """Where a target lies, and what is known of it before it is loaded."""
 
-    Args:
-        name (`str`): Folder or Hub id, as it is called.
-        base (`str`): Folder or Hub id of the weights: the same, or the base model of an adapter.
-        fields (`dict[str, Any]`): The config.json there.
-        is_adapter (`bool`): Whether `name` is a PEFT adapter, to be put on the base.
-        trust_remote_code (`bool`): Whether code that comes with it may run.
-    """
-
-    name: str
-    base: str
-    fields: dict[str, Any]
-    is_adapter: bool
-    trust_remote_code: bool
+    name: str  # folder or Hub id, as it is called
+    base: str  # folder or Hub id of the weights: the same, or the base model of an adapter
+    fields: dict[str, Any]  # the config.json there
+    is_adapter: bool  # whether `name` is a PEFT adapter, to be put on the base
+    trust_remote_code: bool  # whether code that comes with it may run
 
 
 def find_target(name: str | os.PathLike, trust_remote_code: bool = False) -> TargetSource:
-    """Find a target and what can be told of it without loading it.
-
-    Args:
-        name (`str` or `os.PathLike`): Folder or Hub id of a model or of a PEFT adapter.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether code that comes with the model may run. A warning names the code then.
-
-    Returns:
-        [`TargetSource`]
-
-    Raises:
-        OSError: If there is no such model.
-        ValueError: If it is a draft, no model, or needs code that may not run.
-        ImportError: If it needs PEFT, which is not installed.
-    """
+    """Find a target and what can be told of it without loading it."""
     source = find_source(name)
     adapter_path = find_file(source, ADAPTER_CONFIG_NAME)
     if adapter_path is not None and not is_peft_available():
@@ -101,18 +79,7 @@ def find_target(name: str | os.PathLike, trust_remote_code: bool = False) -> Tar
 
 
 def load_target_config(source: TargetSource) -> PreTrainedConfig:
-    """The config of a target, or of an adapter's base.
-
-    Args:
-        source (`TargetSource`): From [`find_target`].
-
-    Returns:
-        `PreTrainedConfig`
-
-    Raises:
-        ValueError: If transformers does not know the kind of model, or its code may not run.
-        NotImplementedError: If it is an encoder-decoder.
-    """
+    """The config of a target, or of an adapter's base."""
     model_type = source.fields.get("model_type")
     if model_type not in CONFIG_MAPPING:
         code = _remote_code(source)
@@ -135,22 +102,7 @@ def load_target_config(source: TargetSource) -> PreTrainedConfig:
 def load_target_model(
     source: TargetSource, dtype: torch.dtype | str = "auto", merge_adapter: bool = False
 ) -> PreTrainedModel:
-    """Load a target with all its weights, and its adapter where it is one.
-
-    Args:
-        source (`TargetSource`): From [`find_target`].
-        dtype (`torch.dtype` or `str`, *optional*, defaults to `"auto"`): Of the weights.
-        merge_adapter (`bool`, *optional*, defaults to `False`):
-            Whether an adapter is added into the weights, for those who read them; else it runs beside them.
-
-    Returns:
-        `PreTrainedModel`: on the CPU, in evaluation mode.
-
-    Raises:
-        ValueError: If transformers has no such class, or weights are missing, unreadable, or of another model.
-        NotImplementedError: If it is an encoder-decoder.
-        OSError: If there are no weights.
-    """
+    """Load a target with all its weights, and its adapter where it is one."""
     auto_class = _auto_class(load_target_config(source), source)
     arguments = {"dtype": dtype, "trust_remote_code": source.trust_remote_code, "output_loading_info": True}
     with readable_errors(source.base):
@@ -168,35 +120,14 @@ def load_target_model(
 
 
 def empty_target(source: TargetSource) -> PreTrainedModel:
-    """A target without weights, to see what fits it.
-
-    Args:
-        source (`TargetSource`): From [`find_target`].
-
-    Returns:
-        `PreTrainedModel`: on the meta device; of an adapter, its base.
-
-    Raises:
-        ValueError: If transformers has no such class.
-        NotImplementedError: If it is an encoder-decoder.
-    """
+    """A target without weights, to see what fits it."""
     config = load_target_config(source)
     with torch.device("meta"):
         return _auto_class(config, source).from_config(config, trust_remote_code=source.trust_remote_code)
 
 
 def load_target_tokenizer(source: TargetSource) -> PreTrainedTokenizerBase:
-    """The tokenizer of a target; of an adapter, its own where it has one.
-
-    Args:
-        source (`TargetSource`): From [`find_target`].
-
-    Returns:
-        `PreTrainedTokenizerBase`
-
-    Raises:
-        ValueError: If there is none that can be loaded.
-    """
+    """The tokenizer of a target; of an adapter, its own where it has one."""
     place = source.name if source.is_adapter and get_tokenizer_config(source.name) else source.base
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=source.trust_remote_code)

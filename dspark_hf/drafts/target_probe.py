@@ -36,14 +36,10 @@ class Closeness:
 
     Half precision and quantised layers round by the shape of a pass, which can also change the experts of a token:
     there most tokens must agree, otherwise all.
-
-    Args:
-        tolerance (`float`): Largest relative difference.
-        quantile (`float`): Part of the tokens that must keep to it.
     """
 
-    tolerance: float
-    quantile: float
+    tolerance: float  # largest relative difference
+    quantile: float  # part of the tokens that must keep to it
 
     def accepts(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
         """Whether logits are those that were expected, both `(n, V)`."""
@@ -98,33 +94,19 @@ def once(target: PreTrainedModel, key: Hashable, find: Callable[[], _Finding]) -
 
 @dataclass(frozen=True)
 class Head:
-    """What turns the last hidden states of a target into its logits.
+    """What turns the last hidden states of a target into its logits."""
 
-    Args:
-        layers (`tuple[nn.Module, ...]`): What comes before the LM head, in order; most targets have nothing there.
-        factor (`float`): On the outputs of the LM head, before the soft cap.
-    """
-
-    layers: tuple[nn.Module, ...]
-    factor: float
+    layers: tuple[nn.Module, ...]  # what comes before the LM head, in order; most targets have nothing there
+    factor: float  # on the outputs of the LM head, before the soft cap
 
 
-def probe_head(target: PreTrainedModel, head: LogitsOf, softcap: float | None, expected: float) -> Head:
-    """Find out how a target computes its logits.
-
-    Args:
-        target (`PreTrainedModel`): A decoder-only model with an LM head.
-        head (`Callable`): From hidden states `(..., d)`, through layers before the LM head, to its outputs `(..., V)`.
-        softcap (`float`, *optional*): c in c * tanh(logits / c).
-        expected (`float`): The factor by the target's config.
-
-    Returns:
-        [`Head`]: with the expected factor and no layers where these give the target's logits.
-
-    Raises:
-        NotImplementedError: If the target keeps no cache that takes tokens back, or its logits come from something
-            else.
-    """
+def probe_head(
+    target: PreTrainedModel,
+    head: LogitsOf,  # from hidden states [..., d], through layers before the LM head, to its outputs [..., V]
+    softcap: float | None,
+    expected: float,
+) -> Head:
+    """Find out how a target computes its logits."""
     if not can_run(target):
         return Head((), expected)
     parts = (id(target.get_input_embeddings()), id(target.get_output_embeddings()))
@@ -206,15 +188,7 @@ def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 def check_filled_cache(target: PreTrainedModel, cache: Any) -> None:
-    """Refuse a target whose cache does not remember tokens one by one.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        cache (`Cache`, *optional*): What a pass of it returned.
-
-    Raises:
-        NotImplementedError: If there is no cache, or it cannot take tokens back.
-    """
+    """Refuse a target whose cache does not remember tokens one by one."""
     name = type(target).__name__
     if cache is None:
         raise NotImplementedError(

@@ -31,35 +31,17 @@ _PREFIXES = {"sliding_attention": "swa_", "full_attention": "global_"}
 
 @dataclass(frozen=True)
 class LayerGeometry:
-    """The shape of one layer of a target.
+    """The shape of one layer of a target."""
 
-    Args:
-        layer_type (`str`): `"full_attention"`, `"sliding_attention"`, or another word of the config.
-        num_attention_heads (`int`): Query heads.
-        num_key_value_heads (`int`): Key and value heads.
-        head_dim (`int`): Width of a head.
-        intermediate_size (`int`): Width of the MLP; of experts, those that one token passes through together.
-    """
-
-    layer_type: str
-    num_attention_heads: int
+    layer_type: str  # `"full_attention"`, `"sliding_attention"`, or another word of the config
+    num_attention_heads: int  # query heads
     num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
+    head_dim: int  # width of a head
+    intermediate_size: int  # width of the MLP; of experts, those that one token passes through together
 
 
 def layers_of(text_config: PreTrainedConfig) -> tuple[LayerGeometry, ...]:
-    """The shape of every layer of a target.
-
-    Args:
-        text_config (`PreTrainedConfig`): Configuration of the target's language model.
-
-    Returns:
-        `tuple[LayerGeometry, ...]`, one per layer.
-
-    Raises:
-        ValueError: If the config has no layers, or no attention heads.
-    """
+    """The shape of every layer of a target."""
     depth = getattr(text_config, "num_hidden_layers", None)
     if not isinstance(depth, int) or depth < 1:
         raise ValueError(
@@ -71,57 +53,26 @@ def layers_of(text_config: PreTrainedConfig) -> tuple[LayerGeometry, ...]:
 
 
 def full_attention_layer(text_config: PreTrainedConfig) -> LayerGeometry:
-    """The shape of a target's last layer that sees the whole text, which a new draft takes over.
-
-    Args:
-        text_config (`PreTrainedConfig`): Configuration of the target's language model.
-
-    Returns:
-        [`LayerGeometry`]; of a target without such layers, that of the last one.
-
-    Raises:
-        ValueError: If the config has no layers, or no attention heads.
-    """
+    """The shape of a target's last layer that sees the whole text, which a new draft takes over."""
     layers = layers_of(text_config)
     full = [layer for layer in layers if layer.layer_type == "full_attention"]
     others = [layer for layer in layers if "sliding" not in layer.layer_type]
     return (full or others or layers)[-1]
 
 
-def norm_epsilon(text_config: PreTrainedConfig) -> float | None:
-    """The epsilon of a target's norms.
-
-    Args:
-        text_config (`PreTrainedConfig`): Configuration of the target's language model.
-
-    Returns:
-        `float` or `None`, where the config names none.
-    """
+def norm_epsilon(text_config: PreTrainedConfig) -> float | None:  # None where the config names none
+    """The epsilon of a target's norms."""
     return _field(text_config, "norm_epsilon")
 
 
 def longest_position(text_config: PreTrainedConfig) -> int | None:
-    """The longest text that a target is made for.
-
-    Args:
-        text_config (`PreTrainedConfig`): Configuration of the target's language model.
-
-    Returns:
-        `int`, in tokens, or `None`, where the config names no limit.
-    """
+    """The longest text that a target is made for."""
     value = _field(text_config, "max_position_embeddings")
     return value if value is not None and value > 0 else None
 
 
-def full_attention_rope(text_config: PreTrainedConfig) -> dict[str, Any] | None:
-    """The RoPE of a target's full-attention layers, for layers that rotate whole heads.
-
-    Args:
-        text_config (`PreTrainedConfig`): Configuration of the target's language model.
-
-    Returns:
-        `dict` in transformers' schema, or `None` where the config has none.
-    """
+def full_attention_rope(text_config: PreTrainedConfig) -> dict[str, Any] | None:  # None where the config has none
+    """The RoPE of a target's full-attention layers, for layers that rotate whole heads."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
     if nested:  # one per layer type
@@ -138,16 +89,8 @@ def full_attention_rope(text_config: PreTrainedConfig) -> dict[str, Any] | None:
     return rope
 
 
-def value_over_layers(text_config: PreTrainedConfig, name: str) -> Any:
-    """A field of a config in JSON's types, also where layers have values of their own.
-
-    Args:
-        text_config (`PreTrainedConfig`): Configuration of the target's language model.
-        name (`str`): The field.
-
-    Returns:
-        `Any`: the value; where layers differ, each value with its number of layers, as a `str`; `None` without one.
-    """
+def value_over_layers(text_config: PreTrainedConfig, name: str) -> Any:  # None without one
+    """A field of a config in JSON's types, also where layers have values of their own."""
     if name not in (getattr(text_config, "per_layer_attributes", None) or ()):
         value = getattr(text_config, name, None)
         if not isinstance(value, (list, tuple)):
@@ -163,31 +106,12 @@ def backbone_of(target: PreTrainedModel) -> PreTrainedModel:
     """The part of a target that turns token ids into the hidden states which its LM head reads.
 
     Calling it leaves the LM head out. Adapters that are injected into its layers stay active.
-
-    Args:
-        target (`PreTrainedModel`): A decoder-only model with an LM head; also one in a `PeftModel`.
-
-    Returns:
-        `PreTrainedModel`: the outermost module that holds the embedding, but not the LM head.
-
-    Raises:
-        NotImplementedError: If there is none, or if an adapter works outside the layers.
     """
     return _modules_with_embedding(target)[0]
 
 
 def decoder_of(target: PreTrainedModel) -> PreTrainedModel:
-    """The part of a target that holds its layers: the backbone, or its language model where it also reads images.
-
-    Args:
-        target (`PreTrainedModel`): A decoder-only model with an LM head; also one in a `PeftModel`.
-
-    Returns:
-        `PreTrainedModel`: the innermost module that holds the embedding, but not the LM head.
-
-    Raises:
-        NotImplementedError: If there is none, or if an adapter works outside the layers.
-    """
+    """The part of a target that holds its layers: the backbone, or its language model where it also reads images."""
     return _modules_with_embedding(target)[-1]
 
 

@@ -102,33 +102,16 @@ def collect_full_blocks(
     draft: DSparkDraftModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
-    max_new_tokens: int = 96,
+    max_new_tokens: int = 96,  # longest answer, in tokens
     num_answers: int = 1,
     raw: bool = False,
     generate_arguments: dict[str, Any] | None = None,
-    on_progress: Callable[[], None] | None = None,
+    on_progress: Callable[[], None] | None = None,  # called after each answer
 ) -> list[RoundRecord]:
     """Answer prompts with every slot of every block sent, and the confidences as the head says them.
 
     The rounds of several calls may be joined, greedy and sampled ones for example, and fitted to together with
     [`ConfidenceObservations.from_rounds`]. The draft's knobs and temperatures are set aside meanwhile.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        draft (`DSparkDraftModel`): Its draft.
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        prompts (`Sequence[Prompt]`): What to generate from.
-        max_new_tokens (`int`, *optional*, defaults to 96): Longest answer, in tokens.
-        num_answers (`int`, *optional*, defaults to 1): Answers to each prompt; more than one need sampling.
-        raw (`bool`, *optional*, defaults to `False`): Leave the chat template away.
-        generate_arguments (`dict[str, Any]`, *optional*): Further arguments of `generate`; greedy without any.
-        on_progress (`Callable`, *optional*): Called after each answer.
-
-    Returns:
-        `list[RoundRecord]`: all rounds, the shorter ones at the ends of the texts included.
-
-    Raises:
-        ValueError: If answers are too short for one full block, or a number is below 1.
     """
     arguments = {"do_sample": False, **(generate_arguments or {}), "max_new_tokens": max_new_tokens}
     _check_numbers(draft.config, max_new_tokens, num_answers, arguments["do_sample"])
@@ -146,19 +129,7 @@ def collect_full_blocks(
 def num_calibration_answers(
     prompts: Sequence[Prompt], check_prompts: Sequence[Prompt] | None = None, num_answers: int = 1
 ) -> int:
-    """Answers that [`calibrate`] generates, for a progress bar.
-
-    Args:
-        prompts (`Sequence[Prompt]`): As there.
-        check_prompts (`Sequence[Prompt]`, *optional*): As there.
-        num_answers (`int`, *optional*, defaults to 1): As there.
-
-    Returns:
-        `int`
-
-    Raises:
-        ValueError: If there are too few prompts.
-    """
+    """Answers that [`calibrate`] generates, for a progress bar."""
     return num_answers * sum(len(part) for part in _split(prompts, check_prompts))
 
 
@@ -194,19 +165,10 @@ def save_calibration(draft: DSparkDraftModel, output: str | os.PathLike | None =
     return own_folder
 
 
-def check_can_save(draft: DSparkDraftModel, output: str | os.PathLike | None = None) -> Path | None:
-    """Whether [`save_calibration`] has a place to write to; better asked before the work than after it.
-
-    Args:
-        draft (`DSparkDraftModel`): The draft.
-        output (`str` or `os.PathLike`, *optional*): As there.
-
-    Returns:
-        `pathlib.Path`: the draft's own folder, or `None` where it has none that can take a calibration.
-
-    Raises:
-        ValueError: If there is no `output` and the draft's own folder cannot take it.
-    """
+def check_can_save(
+    draft: DSparkDraftModel, output: str | os.PathLike | None = None
+) -> Path | None:  # None where it has none that can take a calibration
+    """Whether [`save_calibration`] has a place to write to; better asked before the work than after it."""
     folder = Path(draft.config.name_or_path).resolve() if draft.config.name_or_path else None
     if folder is not None and _is_own_layout(folder):
         return folder

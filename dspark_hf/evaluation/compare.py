@@ -20,21 +20,15 @@ from ..drafts.modeling_dspark import DSparkDraftModel
 
 @dataclass(frozen=True)
 class Generation:
-    """One timed `generate` call.
+    """One timed `generate` call."""
 
-    Args:
-        token_ids (`tuple[int, ...]`): New tokens.
-        seconds (`float`): Wall clock, prefill included; the median where the call was repeated.
-        stats (`AcceptanceStats`): The rounds; empty for plain generation.
-    """
-
-    token_ids: tuple[int, ...]
-    seconds: float
-    stats: AcceptanceStats = field(default_factory=AcceptanceStats)
+    token_ids: tuple[int, ...]  # new tokens
+    seconds: float  # wall clock, prefill included; the median where the call was repeated
+    stats: AcceptanceStats = field(default_factory=AcceptanceStats)  # empty for plain generation
 
     @property
     def tokens_per_s(self) -> float:
-        """`float`: New tokens per second."""
+        """New tokens per second."""
         return len(self.token_ids) / self.seconds
 
 
@@ -98,16 +92,8 @@ class ComparisonSummary:
         return self.dspark_tokens_per_s / self.plain_tokens_per_s
 
 
-def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """Index of the first token that differs.
-
-    Args:
-        ours (`Sequence[int]`): Token ids.
-        theirs (`Sequence[int]`): Token ids.
-
-    Returns:
-        `int`: also the shorter length, where one is a prefix of the other; `None` where the two are equal.
-    """
+def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:  # None where the two are equal
+    """Index of the first token that differs."""
     for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
         if a != b:
             return index

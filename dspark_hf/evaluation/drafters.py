@@ -47,69 +47,35 @@ UNFIT = (ValueError, NotImplementedError, RuntimeError, TypeError, AttributeErro
 
 @dataclass(frozen=True)
 class Drafter:
-    """A row of the evaluation: a way to draft, before anything is loaded.
+    """A row of the evaluation: a way to draft, before anything is loaded."""
 
-    Args:
-        name (`str`): What it is called in the report.
-        kind (`str`): One of `KINDS`.
-        path (`str`, *optional*): Folder or Hub id of the model that drafts.
-        knobs (`tuple[tuple[str, Any], ...]`, *optional*, defaults to `()`):
-            Knobs that differ from its own; `None` unsets one.
-    """
-
-    name: str
+    name: str  # what it is called in the report
     kind: str
-    path: str | None = None
-    knobs: tuple[tuple[str, Any], ...] = ()
+    path: str | None = None  # folder or Hub id of the model that drafts
+    knobs: tuple[tuple[str, Any], ...] = ()  # knobs that differ from its own; None unsets one
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedDrafter:
-    """A drafter that is ready, or the reason why it is not.
+    """A drafter that is ready, or the reason why it is not."""
 
-    Args:
-        drafter (`Drafter`): What was asked for.
-        arguments (`dict[str, Any]`, *optional*): Further arguments of `generate`.
-        assistant (`PreTrainedModel`, *optional*): The model that drafts.
-        knobs (`GenerationConfig`, *optional*): The assistant's own, set before each call.
-        num_slots (`int`, *optional*): Slots of a block, of a draft that has blocks.
-        sends_every_slot (`bool`, *optional*, defaults to `False`): Whether no block is cut by schedule or threshold.
-        note (`str`, *optional*, defaults to `""`): A limit that the report states.
-        refusal (`str`, *optional*): Why it does not apply to the target.
-    """
-
-    drafter: Drafter
-    arguments: dict[str, Any] = field(default_factory=dict)
-    assistant: PreTrainedModel | None = None
-    knobs: GenerationConfig | None = None
-    num_slots: int | None = None
-    sends_every_slot: bool = False
-    note: str = ""
-    refusal: str | None = None
+    drafter: Drafter  # what was asked for
+    arguments: dict[str, Any] = field(default_factory=dict)  # further arguments of `generate`
+    assistant: PreTrainedModel | None = None  # the model that drafts
+    knobs: GenerationConfig | None = None  # the assistant's own, set before each call
+    num_slots: int | None = None  # slots of a block, of a draft that has blocks
+    sends_every_slot: bool = False  # whether no block is cut by schedule or threshold
+    note: str = ""  # a limit that the report states
+    refusal: str | None = None  # why it does not apply to the target
 
     @property
     def name(self) -> str:
-        """`str`: What it is called in the report."""
+        """What it is called in the report."""
         return self.drafter.name
 
 
 def parse_drafter(text: str) -> Drafter:
-    """Read a drafter from the command line: `[NAME=]KIND[:PATH][,KNOB=VALUE...]`.
-
-    Args:
-        text (`str`): Such as `"draft:my-draft"`, `"prompt-lookup,prompt_lookup_num_tokens=5"` or
-            `"all slots=draft:my-draft,num_assistant_tokens_schedule=constant"`.
-
-    Returns:
-        [`Drafter`]
-
-    Raises:
-        ValueError: If the kind or a knob is unknown, a value is malformed, or a path is missing or too much.
-
-    Example:
-        >>> parse_drafter("small=assistant:my-model,num_assistant_tokens=4")
-        Drafter(name='small', kind='assistant', path='my-model', knobs=(('num_assistant_tokens', 4),))
-    """
+    """Read a drafter from the command line: `[NAME=]KIND[:PATH][,KNOB=VALUE...]`."""
     head, *knobs = text.split(",")
     kind, _, path = head.partition(":")
     name, named, kind = kind.rpartition("=")
@@ -143,12 +109,6 @@ def _parse_knob(kind: str, text: str) -> tuple[str, Any]:
 def default_drafters(drafts: Sequence[str]) -> list[Drafter]:
     """What is compared where nothing else is asked for: prompt lookup, and each draft with its own schedule and with
     every slot sent (which the figures of its confidences need).
-
-    Args:
-        drafts (`Sequence[str]`): Folders or Hub ids; the package's own draft where there are none.
-
-    Returns:
-        `list[Drafter]`
     """
     found = [Drafter(PROMPT_LOOKUP, PROMPT_LOOKUP)]
     for path in drafts or [None]:
@@ -158,17 +118,7 @@ def default_drafters(drafts: Sequence[str]) -> list[Drafter]:
 
 
 def check_names(drafters: Sequence[Drafter]) -> list[Drafter]:
-    """Put plain generation first, which everything is compared with, and refuse two drafters of one name.
-
-    Args:
-        drafters (`Sequence[Drafter]`): The others, and plain generation if it was named.
-
-    Returns:
-        `list[Drafter]`
-
-    Raises:
-        ValueError: If two share a name, or there is nothing to compare.
-    """
+    """Put plain generation first, which everything is compared with, and refuse two drafters of one name."""
     ordered = [Drafter(PLAIN, PLAIN), *(drafter for drafter in drafters if drafter.kind != PLAIN)]
     names = [drafter.name for drafter in ordered]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -184,21 +134,8 @@ def load_drafters(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     trust_remote_code: bool = False,
-) -> list[LoadedDrafter]:
-    """Load what drafts. One that does not apply to the target is kept, with the reason.
-
-    Args:
-        drafters (`Sequence[Drafter]`): Drafters; a model that several name is loaded once.
-        target (`PreTrainedModel`): The target.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-        trust_remote_code (`bool`, *optional*, defaults to `False`): Whether code that comes with a model may run.
-
-    Returns:
-        `list[LoadedDrafter]`, in the same order.
-
-    Raises:
-        OSError: If a model cannot be found.
-    """
+) -> list[LoadedDrafter]:  # in the same order
+    """Load what drafts. One that does not apply to the target is kept, with the reason."""
     loading = _Loading(target, tokenizer, trust_remote_code)
     loaded = []
     for drafter in drafters:
@@ -212,20 +149,7 @@ def load_drafters(
 
 
 def load_own_draft(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a draft of any kind that this package decodes with, as its config says.
-
-    Args:
-        path (`str` or `Path`): Folder or Hub id.
-        dtype (`torch.dtype`): Of the weights.
-
-    Returns:
-        `PreTrainedModel`: in evaluation mode, for `generate(assistant_model=...)`.
-
-    Raises:
-        NotImplementedError: For a known limit of what is read.
-        ValueError: If the checkpoint cannot be read.
-        OSError: If there is none.
-    """
+    """Load a draft of any kind that this package decodes with, as its config says."""
     source = find_source(path)
     config = read_config_fields(source)
     words = [config.get("model_type"), config.get("speculators_model_type"), *(config.get("architectures") or ())]

@@ -38,45 +38,27 @@ ORIGIN = ("_name_or_path", "transformers_version", "dtype")
 
 @dataclass(frozen=True)
 class Settings:
-    """What an evaluation was made with. A folder is continued only with the same.
+    """What an evaluation was made with. A folder is continued only with the same."""
 
-    Args:
-        target (`str`): Name or path of the target.
-        weights (`dict[str, str]`): Fingerprints of the target and of each drafter that has weights, knobs included.
-        tasks (`dict[str, str]`): Task -> fingerprint of its questions.
-        drafters (`list[dict[str, Any]]`): The drafters, as they were asked for.
-        temperatures (`list[float]`): One for each decoding.
-        top_p (`float`): Nucleus, when sampling.
-        max_new_tokens (`int`): Longest answer, in tokens.
-        seed (`int`): Random seed.
-        raw (`bool`): Whether the chat template is left away.
-        enable_thinking (`bool`, *optional*): The chat template's thinking switch.
-        template_sha256 (`str`): Hash of the chat template.
-        dtype (`str`): Of the weights.
-        device (`str`): Name of the processor.
-        num_threads (`int`): Threads of torch.
-        versions (`dict[str, str]`): Versions of the libraries.
-    """
-
-    target: str
-    weights: dict[str, str]
-    tasks: dict[str, str]
-    drafters: list[dict[str, Any]]
-    temperatures: list[float]
-    top_p: float
-    max_new_tokens: int
-    seed: int
-    raw: bool
-    enable_thinking: bool | None
-    template_sha256: str
-    dtype: str
-    device: str
-    num_threads: int
-    versions: dict[str, str]
+    target: str  # name or path of the target
+    weights: dict[str, str]  # fingerprints of the target and of each drafter that has weights, knobs included
+    tasks: dict[str, str]  # task -> fingerprint of its questions
+    drafters: list[dict[str, Any]]  # the drafters, as they were asked for
+    temperatures: list[float]  # one for each decoding
+    top_p: float  # nucleus, when sampling
+    max_new_tokens: int  # longest answer, in tokens
+    seed: int  # random seed
+    raw: bool  # whether the chat template is left away
+    enable_thinking: bool | None  # the chat template's thinking switch
+    template_sha256: str  # hash of the chat template
+    dtype: str  # of the weights
+    device: str  # name of the processor
+    num_threads: int  # threads of torch
+    versions: dict[str, str]  # versions of the libraries
 
     @property
     def decodings(self) -> list[Decoding]:
-        """`list[Decoding]`: The ways to choose tokens."""
+        """The ways to choose tokens."""
         return [Decoding(temperature, self.top_p) for temperature in self.temperatures]
 
 
@@ -85,33 +67,14 @@ def settings_for(
     tokenizer: PreTrainedTokenizerBase,
     tasks: Sequence[TaskData],
     drafters: Sequence[LoadedDrafter],
-    temperatures: Sequence[float] = (0.0, 1.0),
+    temperatures: Sequence[float] = (0.0, 1.0),  # one for each decoding; 0 is greedy
     top_p: float = 1.0,
-    max_new_tokens: int = 256,
+    max_new_tokens: int = 256,  # longest answer, in tokens
     seed: int = 0,
     raw: bool = False,
     enable_thinking: bool | None = None,
 ) -> Settings:
-    """Describe an evaluation.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-        tasks (`Sequence[TaskData]`): From [`load_tasks`].
-        drafters (`Sequence[LoadedDrafter]`): From [`load_drafters`].
-        temperatures (`Sequence[float]`, *optional*, defaults to `(0.0, 1.0)`): One for each decoding; 0 is greedy.
-        top_p (`float`, *optional*, defaults to 1.0): Nucleus, when sampling.
-        max_new_tokens (`int`, *optional*, defaults to 256): Longest answer, in tokens.
-        seed (`int`, *optional*, defaults to 0): Random seed.
-        raw (`bool`, *optional*, defaults to `False`): Leave the chat template away.
-        enable_thinking (`bool`, *optional*): The chat template's thinking switch.
-
-    Returns:
-        [`Settings`]
-
-    Raises:
-        ValueError: If a number is out of range, or a temperature is given twice.
-    """
+    """Describe an evaluation."""
     if max_new_tokens < 2:
         raise ValueError(f"`max_new_tokens` must be >= 2, or there is no round, got {max_new_tokens}.")
     if not temperatures or min(temperatures) < 0 or len(set(temperatures)) < len(temperatures):
@@ -143,15 +106,7 @@ def settings_for(
 
 
 def weights_fingerprint(model: PreTrainedModel, knobs: GenerationConfig | None = None) -> str:
-    """Tell a model from the same one trained further, calibrated or set otherwise, in little time.
-
-    Args:
-        model (`PreTrainedModel`): The model. The first values of every tensor count, and its config.
-        knobs (`GenerationConfig`, *optional*): What it generates with.
-
-    Returns:
-        `str`
-    """
+    """Tell a model from the same one trained further, calibrated or set otherwise, in little time."""
     digest = hashlib.sha256()
     for config in (model.config, knobs):
         values = config.to_dict() if config is not None else {}
@@ -171,18 +126,7 @@ def warm_up(
     drafters: Sequence[LoadedDrafter],
     settings: Settings,
 ) -> list[LoadedDrafter]:
-    """Generate a few tokens with every drafter before anything counts, and find out which do not fit the target.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-        tasks (`Sequence[TaskData]`): From [`load_tasks`].
-        drafters (`Sequence[LoadedDrafter]`): From [`load_drafters`].
-        settings (`Settings`): From [`settings_for`].
-
-    Returns:
-        `list[LoadedDrafter]`: the same, with a `refusal` where `generate` raised an error.
-    """
+    """Generate a few tokens with every drafter before anything counts, and find out which do not fit the target."""
     inputs = _encode(tokenizer, tasks[0].questions[0], (), settings)
     return [_warmed_up(target, loaded, inputs, settings) for loaded in drafters]
 
@@ -240,15 +184,7 @@ def evaluate(
 
 
 def num_answers(tasks: Sequence[TaskData], settings: Settings) -> int:
-    """Answers of one drafter, for a progress bar.
-
-    Args:
-        tasks (`Sequence[TaskData]`): The tasks.
-        settings (`Settings`): The settings.
-
-    Returns:
-        `int`
-    """
+    """Answers of one drafter, for a progress bar."""
     return len(settings.temperatures) * sum(len(q.turns) for task in tasks for q in task.questions)
 
 

@@ -25,47 +25,31 @@ MOST_CELLS = 4_000_000
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure and where it may lie.
+    """A figure and where it may lie."""
 
-    Args:
-        value (`float`): The figure over all questions; NaN where there is none.
-        low (`float`): Lower end; NaN for fewer than six questions, which allow no interval.
-        high (`float`): Upper end; likewise.
-    """
-
-    value: float
-    low: float = math.nan
-    high: float = math.nan
+    value: float  # the figure over all questions; NaN where there is none
+    low: float = math.nan  # lower end; NaN for fewer than six questions, which allow no interval
+    high: float = math.nan  # upper end; likewise
 
 
-def ratio(sums: np.ndarray) -> np.ndarray:
-    """First sum over the second.
-
-    Args:
-        sums (`np.ndarray` of shape `(..., 2)`): Sums.
-
-    Returns:
-        `np.ndarray` of shape `(...)`: NaN where the second is 0.
-    """
+def ratio(
+    sums: np.ndarray,  # [..., 2]
+) -> np.ndarray:  # [...], NaN where the second is 0
+    """First sum over the second."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(sums[..., 1] != 0, sums[..., 0] / sums[..., 1], np.nan)
 
 
-def ratio_of_ratios(sums: np.ndarray) -> np.ndarray:
-    """First over second, over third over fourth: a speed-up, from tokens and seconds of both sides.
-
-    Args:
-        sums (`np.ndarray` of shape `(..., 4)`): Sums.
-
-    Returns:
-        `np.ndarray` of shape `(...)`: NaN where one of the last three is 0.
-    """
+def ratio_of_ratios(
+    sums: np.ndarray,  # [..., 4]
+) -> np.ndarray:  # [...], NaN where one of the last three is 0
+    """First over second, over third over fourth: a speed-up, from tokens and seconds of both sides."""
     return ratio(np.stack([ratio(sums[..., :2]), ratio(sums[..., 2:])], axis=-1))
 
 
 def bootstrap(
-    sums: np.ndarray,
-    statistic: Callable[[np.ndarray], np.ndarray] = ratio,
+    sums: np.ndarray,  # [n, k]
+    statistic: Callable[[np.ndarray], np.ndarray] = ratio,  # [..., k] -> [...]
     level: float = LEVEL,
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
@@ -74,21 +58,6 @@ def bootstrap(
 
     The percentiles are those of the expanded percentile interval, which allows for few questions as Student's t does:
     an ordinary percentile interval of ten questions is too narrow.
-
-    Args:
-        sums (`np.ndarray` of shape `(n, k)`): The k sums of each of n questions.
-        statistic (`Callable`, *optional*, defaults to [`ratio`]): `(..., k)` -> `(...)`.
-        level (`float`, *optional*, defaults to 0.95): How often such intervals are to hold the truth.
-        num_resamples (`int`, *optional*, defaults to 4000): Draws of n questions.
-        seed (`int`, *optional*, defaults to 0): Random seed.
-
-    Returns:
-        [`Interval`]
-
-    Example:
-        >>> interval = bootstrap(np.array([[4.0, 2.0], [5.0, 2.0], [3.0, 2.0]] * 2))
-        >>> interval.value, 1.5 < interval.low < 2 < interval.high < 2.5
-        (2.0, True)
     """
     sums = np.asarray(sums, dtype=np.float64)
     num_questions = len(sums)
@@ -108,15 +77,7 @@ def bootstrap(
 
 
 def expanded_tail(tail: float, num_questions: int) -> float:
-    """Share of the draws to leave out at either end, so that few questions get intervals that are wide enough.
-
-    Args:
-        tail (`float`): Share for very many questions.
-        num_questions (`int`): Questions, at least 3.
-
-    Returns:
-        `float`: less than `tail`.
-    """
+    """Share of the draws to leave out at either end, so that few questions get intervals that are wide enough."""
     freedom = num_questions - 1
     z = -NormalDist().inv_cdf(tail)
     # Student's t by its expansion about the normal.

@@ -28,17 +28,6 @@ def save_load_plot(reports: Sequence[LoadReport], path: str | os.PathLike) -> Pa
 
     On the left, throughput against the speed of one user: each marker is a number of requests, more to the left the
     more there are; higher and further right is better. On the right, what a request has verified per round.
-
-    Args:
-        reports (`Sequence[LoadReport]`): From [`sweep`].
-        path (`str` or `os.PathLike`): File to write, `.png` or `.svg`.
-
-    Returns:
-        `pathlib.Path`: the file.
-
-    Raises:
-        ValueError: If there are no reports, or the file has another ending.
-        RuntimeError: If matplotlib is not installed.
     """
     if not reports:
         raise ValueError("`reports` must hold at least one report, got none. Pass those of `sweep`.")

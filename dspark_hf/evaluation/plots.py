@@ -24,14 +24,7 @@ PANEL_INCHES = 4.2
 
 
 def speedup_plot(evaluation: Evaluation) -> str:
-    """Speed-up by task, with intervals, a panel per decoding.
-
-    Args:
-        evaluation (`Evaluation`): The figures.
-
-    Returns:
-        `str`: a `data:` address of an SVG picture.
-    """
+    """Speed-up by task, with intervals, a panel per decoding."""
     tasks = list(dict.fromkeys(entry.task for entry in evaluation.figures))
     height = 1.2 + 0.18 * len(tasks) * (1 + len(_others(evaluation)))
     figure, panels = _panels(evaluation, height)
@@ -51,14 +44,7 @@ def speedup_plot(evaluation: Evaluation) -> str:
 
 
 def acceptance_plot(evaluation: Evaluation) -> str:
-    """Conditional acceptance by slot, with intervals, a panel per decoding.
-
-    Args:
-        evaluation (`Evaluation`): The figures.
-
-    Returns:
-        `str`: a `data:` address of an SVG picture.
-    """
+    """Conditional acceptance by slot, with intervals, a panel per decoding."""
     from matplotlib.ticker import MaxNLocator
 
     figure, panels = _panels(evaluation, 3.4)
@@ -81,14 +67,7 @@ def acceptance_plot(evaluation: Evaluation) -> str:
 
 
 def length_plot(evaluation: Evaluation) -> str:
-    """Speed-up of the first tokens and of whole answers, with intervals, a panel per decoding.
-
-    Args:
-        evaluation (`Evaluation`): The figures.
-
-    Returns:
-        `str`: a `data:` address of an SVG picture.
-    """
+    """Speed-up of the first tokens and of whole answers, with intervals, a panel per decoding."""
     figure, panels = _panels(evaluation, 3.4)
     names = list(dict.fromkeys(_length_name(part.num_tokens) for part in evaluation.lengths))
     names.sort(key=lambda name: (name == "all", len(name), name))
@@ -110,14 +89,7 @@ def length_plot(evaluation: Evaluation) -> str:
 
 
 def threshold_plot(evaluation: Evaluation) -> str:
-    """The threshold sweep of every draft that sent all slots: acceptance, and what is verified for it.
-
-    Args:
-        evaluation (`Evaluation`): The figures, with confidences.
-
-    Returns:
-        `str`: a `data:` address of an SVG picture.
-    """
+    """The threshold sweep of every draft that sent all slots: acceptance, and what is verified for it."""
     figure = _new_figure(2 * PANEL_INCHES, 3.4)
     rate_axes, cost_axes = figure.subplots(1, 2)
     for entry, color, marker in zip(evaluation.confidence, cycle(COLORS), cycle(MARKERS), strict=False):
@@ -134,14 +106,7 @@ def threshold_plot(evaluation: Evaluation) -> str:
 
 
 def reliability_plot(entry: ConfidenceFigures) -> str:
-    """Predicted prefix survival against the observed rate, a panel per slot.
-
-    Args:
-        entry (`ConfidenceFigures`): Of one draft in one decoding.
-
-    Returns:
-        `str`: a `data:` address of an SVG picture.
-    """
+    """Predicted prefix survival against the observed rate, a panel per slot."""
     figure = _new_figure(2.1 * len(entry.slots), 2.7)
     panels = figure.subplots(1, len(entry.slots), sharex=True, sharey=True, squeeze=False)[0]
     for number, (axes, slot) in enumerate(zip(panels, entry.slots, strict=True)):

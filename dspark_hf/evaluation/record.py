@@ -17,72 +17,52 @@ from ..common.records import AcceptanceStats, RoundRecord
 
 @dataclass(frozen=True)
 class Run:
-    """One timed answer.
+    """One timed answer."""
 
-    Args:
-        task (`str`): Task of the question.
-        index (`int`): Its row in the task.
-        turn (`int`): Turn of the conversation, from 0.
-        decoding (`str`): Name of the [`Decoding`].
-        drafter (`str`): Name of the drafter.
-        num_prompt_tokens (`int`): Tokens of the conversation before the answer.
-        seconds (`float`): The whole `generate` call.
-        blocks (`tuple[tuple[int, ...], ...]`): Token ids as they came, the first block from the pass over the prompt.
-        times_s (`tuple[float, ...]`): When each block came, in seconds from the start of the call.
-        rounds (`tuple[RoundRecord, ...]`): The rounds, one for each block but the first.
-    """
-
-    task: str
-    index: int
-    turn: int
-    decoding: str
-    drafter: str
-    num_prompt_tokens: int
-    seconds: float
-    blocks: tuple[tuple[int, ...], ...]
-    times_s: tuple[float, ...]
-    rounds: tuple[RoundRecord, ...]
+    task: str  # task of the question
+    index: int  # its row in the task
+    turn: int  # turn of the conversation, from 0
+    decoding: str  # name of the `Decoding`
+    drafter: str  # name of the drafter
+    num_prompt_tokens: int  # tokens of the conversation before the answer
+    seconds: float  # the whole `generate` call
+    blocks: tuple[tuple[int, ...], ...]  # token ids as they came, the first block from the pass over the prompt
+    times_s: tuple[float, ...]  # when each block came, in seconds from the start of the call
+    rounds: tuple[RoundRecord, ...]  # the rounds, one for each block but the first
 
     @property
     def question(self) -> str:
-        """`str`: Key of the question, the unit that is resampled."""
+        """Key of the question, the unit that is resampled."""
         return f"{self.task}/{self.index}"
 
     @property
     def key(self) -> str:
-        """`str`: Names the run within an evaluation."""
+        """Names the run within an evaluation."""
         return run_key(self.task, self.index, self.turn, self.decoding, self.drafter)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """`tuple[int, ...]`: The answer."""
+        """The answer."""
         return tuple(token for block in self.blocks for token in block)
 
     @property
     def stats(self) -> AcceptanceStats:
-        """`AcceptanceStats`: Figures of the rounds."""
+        """Figures of the rounds."""
         return AcceptanceStats(list(self.rounds))
 
     @property
     def first_token_s(self) -> float:
-        """`float`: Seconds to the first token."""
+        """Seconds to the first token."""
         return self.times_s[0]
 
     @property
     def token_latency_s(self) -> float | None:
-        """`float` or `None`: Seconds per token after the first arrival; `None` where nothing came after it."""
+        """Seconds per token after the first arrival; `None` where nothing came after it."""
         num_later = len(self.token_ids) - len(self.blocks[0])
         return (self.times_s[-1] - self.times_s[0]) / num_later if num_later else None
 
-    def seconds_to(self, num_tokens: int) -> float | None:
-        """Seconds until the answer had a number of tokens.
-
-        Args:
-            num_tokens (`int`): Tokens.
-
-        Returns:
-            `float`, or `None` where the answer is shorter.
-        """
+    def seconds_to(self, num_tokens: int) -> float | None:  # None where the answer is shorter
+        """Seconds until the answer had a number of tokens."""
         so_far = 0
         for block, seconds in zip(self.blocks, self.times_s, strict=True):
             so_far += len(block)
@@ -91,26 +71,12 @@ class Run:
         return None
 
     def to_row(self) -> dict[str, Any]:
-        """A line of the file.
-
-        Returns:
-            `dict[str, Any]`, with the `key` that tells a resumed evaluation what it has.
-        """
+        """A line of the file."""
         return {"key": self.key} | asdict(self)
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> Run:
-        """Read a line of the file.
-
-        Args:
-            row (`dict[str, Any]`): From [`Run.to_row`], by way of JSON.
-
-        Returns:
-            [`Run`]
-
-        Raises:
-            ValueError: If a field is missing or of another kind.
-        """
+        """Read a line of the file."""
         try:
             values = {entry.name: row[entry.name] for entry in fields(cls)}
             rounds = tuple(
@@ -127,18 +93,7 @@ class Run:
 
 
 def run_key(task: str, index: int, turn: int, decoding: str, drafter: str) -> str:
-    """What names a run within an evaluation.
-
-    Args:
-        task (`str`): Task.
-        index (`int`): Row in the task.
-        turn (`int`): Turn.
-        decoding (`str`): Name of the decoding.
-        drafter (`str`): Name of the drafter.
-
-    Returns:
-        `str`
-    """
+    """What names a run within an evaluation."""
     return f"{task}/{index}/{turn}/{decoding}/{drafter}"
 
 
@@ -147,9 +102,6 @@ class Observer(BaseStreamer):
 
     It works alike for every drafter, those of transformers included. Use it as a context manager around the call, and
     as the call's `streamer`.
-
-    Args:
-        target (`PreTrainedModel`): The target.
     """
 
     def __init__(self, target: PreTrainedModel):
@@ -171,11 +123,7 @@ class Observer(BaseStreamer):
         self._handle.remove()
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the tokens of a round; the prompt comes first and is none.
-
-        Args:
-            value (`torch.Tensor`): Token ids, on the CPU.
-        """
+        """Take the tokens of a round; the prompt comes first and is none."""
         now = time.perf_counter() - self._start
         if self._has_prompt:
             self.blocks.append(tuple(value.flatten().tolist()))
@@ -187,7 +135,7 @@ class Observer(BaseStreamer):
 
     @property
     def rounds(self) -> list[RoundRecord]:
-        """`list[RoundRecord]`: The rounds, see [`observed_rounds`]."""
+        """The rounds, see [`observed_rounds`]."""
         return observed_rounds([ids[0].tolist() for ids in self._inputs], self.blocks, self.times_s)
 
     def _see_input(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -201,23 +149,6 @@ def observed_rounds(
 
     A pass is given the last token and the drafts. The drafts that were accepted are those that came out: a token that
     is drawn in the place of a rejected draft never equals it. Passes over the prompt are no rounds.
-
-    Args:
-        inputs (`Sequence[Sequence[int]]`): Token ids of each pass of the target, those over the prompt first.
-        blocks (`Sequence[Sequence[int]]`): Tokens that came; the first block from the pass over the prompt.
-        times_s (`Sequence[float]`): When they came, in seconds.
-
-    Returns:
-        `list[RoundRecord]`: one for each block but the first; without confidences, and without the times of their
-        parts.
-
-    Raises:
-        RuntimeError: If there are fewer passes than blocks.
-
-    Example:
-        >>> (record,) = observed_rounds([[3, 4], [5, 6, 7]], [[5], [6, 9]], [0.5, 0.75])
-        >>> record.token_ids, record.num_accepted, record.bonus_token, record.round_s
-        ((6, 7), 1, 9, 0.25)
     """
     if len(inputs) < len(blocks):
         raise RuntimeError(

@@ -23,19 +23,7 @@ AFTER = {"color": "#0072b2", "marker": "s", "linestyle": "-", "label": "after"}
 
 
 def save_reliability_plot(report: CalibrationReport, path: str | os.PathLike) -> Path:
-    """Draw one panel per slot, before and after calibration, and write it to a file.
-
-    Args:
-        report (`CalibrationReport`): The calibration.
-        path (`str` or `os.PathLike`): File to write, `.png` or `.svg`.
-
-    Returns:
-        `pathlib.Path`: the file.
-
-    Raises:
-        ValueError: If the file has another ending.
-        RuntimeError: If matplotlib is not installed.
-    """
+    """Draw one panel per slot, before and after calibration, and write it to a file."""
     path = check_can_plot(path, "reliability diagram")
     from matplotlib.figure import Figure  # takes a second to import; no window and no global state
 

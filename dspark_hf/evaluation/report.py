@@ -23,14 +23,7 @@ TEMPLATE = "report.html.jinja"
 
 
 def check_can_report(tensorboard: Path | None = None) -> None:
-    """Whether a report can be written; better asked before the work than after it.
-
-    Args:
-        tensorboard (`Path`, *optional*): Folder of TensorBoard logs, where they are wanted.
-
-    Raises:
-        RuntimeError: If a library is missing.
-    """
+    """Whether a report can be written; better asked before the work than after it."""
     check_can_plot(Path(HTML_FILE).with_suffix(".svg"), "report")
     wanted = [("jinja2", "eval")] + ([("tensorboard", "train")] if tensorboard is not None else [])
     for library, extra in wanted:
@@ -42,16 +35,8 @@ def check_can_report(tensorboard: Path | None = None) -> None:
             ) from error
 
 
-def write_report(evaluation: Evaluation, folder: Path) -> list[Path]:
-    """Write the report's files, each whole or not at all.
-
-    Args:
-        evaluation (`Evaluation`): The figures.
-        folder (`Path`): Folder that exists.
-
-    Returns:
-        `list[Path]`: The files, the HTML page last.
-    """
+def write_report(evaluation: Evaluation, folder: Path) -> list[Path]:  # the files, the HTML page last
+    """Write the report's files, each whole or not at all."""
     texts = {
         JSON_FILE: json.dumps(evaluation.to_dict(), indent=1, allow_nan=False) + "\n",
         SUMMARY_FILE: _as_csv(summary_rows(evaluation)),
@@ -63,15 +48,8 @@ def write_report(evaluation: Evaluation, folder: Path) -> list[Path]:
     return [Path(folder) / name for name in texts]
 
 
-def summary_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """One row for each decoding, task and drafter.
-
-    Args:
-        evaluation (`Evaluation`): The figures.
-
-    Returns:
-        `list[dict[str, Any]]`: column -> value; seconds are named so.
-    """
+def summary_rows(evaluation: Evaluation) -> list[dict[str, Any]]:  # column -> value; seconds are named so
+    """One row for each decoding, task and drafter."""
     rows = []
     for entry in evaluation.figures:
         row: dict[str, Any] = {
@@ -96,14 +74,7 @@ def summary_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def prompt_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """One row for each decoding, drafter and question.
-
-    Args:
-        evaluation (`Evaluation`): The figures.
-
-    Returns:
-        `list[dict[str, Any]]`: column -> value.
-    """
+    """One row for each decoding, drafter and question."""
     return [
         {
             "decoding": entry.decoding,
@@ -124,14 +95,7 @@ def prompt_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def as_html(evaluation: Evaluation) -> str:
-    """The report as one page that needs nothing else: pictures and styles lie inside it.
-
-    Args:
-        evaluation (`Evaluation`): The figures.
-
-    Returns:
-        `str`: HTML, with every text escaped.
-    """
+    """The report as one page that needs nothing else: pictures and styles lie inside it."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -160,12 +124,7 @@ def as_html(evaluation: Evaluation) -> str:
 
 
 def write_tensorboard(evaluation: Evaluation, folder: Path) -> None:
-    """Log the pooled figures for TensorBoard: one run per drafter, a scalar per figure, task and decoding.
-
-    Args:
-        evaluation (`Evaluation`): The figures.
-        folder (`Path`): Folder of the logs; made if it is missing.
-    """
+    """Log the pooled figures for TensorBoard: one run per drafter, a scalar per figure, task and decoding."""
     from torch.utils.tensorboard import SummaryWriter
 
     for name in dict.fromkeys(entry.drafter for entry in evaluation.figures):

@@ -34,174 +34,101 @@ WORST_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Percentiles:
-    """The middle and the slow end of a duration.
+    """The middle and the slow end of a duration."""
 
-    Args:
-        p50 (`float`): Median, in seconds; NaN without any.
-        p95 (`float`): 95th percentile, in seconds.
-    """
-
-    p50: float
-    p95: float
+    p50: float  # median, in seconds; NaN without any
+    p95: float  # 95th percentile, in seconds
 
 
 @dataclass(frozen=True)
 class DrafterFigures:
-    """What a drafter did on a task in one decoding.
+    """What a drafter did on a task in one decoding."""
 
-    Args:
-        task (`str`): Task, or `"all"`.
-        decoding (`str`): Decoding.
-        drafter (`str`): Drafter.
-        num_questions (`int`): Questions.
-        num_answers (`int`): Answers; a question of several turns has several.
-        num_tokens (`int`): Tokens of them.
-        num_rounds (`int`): Rounds.
-        accepted_length (`Interval`): Tokens per round, the bonus token included.
-        conditional_acceptance (`tuple[Interval, ...]`): Per slot, P(accepted | sent, and all before it accepted).
-        acceptance_rate (`Interval`): Accepted drafts over drafts sent.
-        verified_per_token (`Interval`): Tokens that the target's passes carried, per token; prompts left out.
-        speedup (`Interval`): Tokens per second over those of plain generation, the prompt's pass included.
-        tokens_per_s (`float`): Tokens per second, likewise.
-        token_latency_s (`Percentiles`): Seconds per token after the first arrival, over answers.
-        first_token_s (`Percentiles`): Seconds to the first token, over answers.
-        num_different (`int`, *optional*): Greedy answers that are not plain generation's; `None` when sampling.
-    """
-
-    task: str
+    task: str  # task, or `"all"`
     decoding: str
     drafter: str
     num_questions: int
-    num_answers: int
-    num_tokens: int
+    num_answers: int  # answers; a question of several turns has several
+    num_tokens: int  # tokens of them
     num_rounds: int
-    accepted_length: Interval
-    conditional_acceptance: tuple[Interval, ...]
-    acceptance_rate: Interval
-    verified_per_token: Interval
-    speedup: Interval
-    tokens_per_s: float
-    token_latency_s: Percentiles
-    first_token_s: Percentiles
-    num_different: int | None
+    accepted_length: Interval  # tokens per round, the bonus token included
+    conditional_acceptance: tuple[Interval, ...]  # per slot, P(accepted | sent, and all before it accepted)
+    acceptance_rate: Interval  # accepted drafts over drafts sent
+    verified_per_token: Interval  # tokens that the target's passes carried, per token; prompts left out
+    speedup: Interval  # tokens per second over those of plain generation, the prompt's pass included
+    tokens_per_s: float  # tokens per second, likewise
+    token_latency_s: Percentiles  # seconds per token after the first arrival, over answers
+    first_token_s: Percentiles  # seconds to the first token, over answers
+    num_different: int | None  # greedy answers that are not plain generation's; None when sampling
 
 
 @dataclass(frozen=True)
 class LengthSpeedup:
-    """Speed-up of the first tokens of an answer.
+    """Speed-up of the first tokens of an answer."""
 
-    Args:
-        task (`str`): Task, or `"all"`.
-        decoding (`str`): Decoding.
-        drafter (`str`): Drafter.
-        num_tokens (`int`, *optional*): Tokens from the start; `None` for whole answers.
-        num_answers (`int`): Answers that are that long on both sides.
-        speedup (`Interval`): Seconds of plain generation over the drafter's, the prompt's pass included.
-    """
-
-    task: str
+    task: str  # task, or `"all"`
     decoding: str
     drafter: str
-    num_tokens: int | None
-    num_answers: int
-    speedup: Interval
+    num_tokens: int | None  # tokens from the start; None for whole answers
+    num_answers: int  # answers that are that long on both sides
+    speedup: Interval  # seconds of plain generation over the drafter's, the prompt's pass included
 
 
 @dataclass(frozen=True)
 class QuestionFigures:
     """What a drafter did on one question in one decoding, over its turns.
 
-    Args:
-        task (`str`): Task.
-        index (`int`): Row in the task.
-        decoding (`str`): Decoding.
-        drafter (`str`): Drafter.
-        num_tokens (`int`): Tokens.
-        num_rounds (`int`): Rounds.
-        accepted_length (`float`): Tokens per round; NaN without rounds.
-        acceptance_rate (`float`): Accepted drafts over drafts sent; NaN where nothing was drafted.
-        seconds (`float`): Of all turns.
-        speedup (`float`): Tokens per second over those of plain generation.
-        first_differences (`tuple[int | None, ...]`):
-            Per turn, where a greedy answer parts from plain generation's; `None` where it does not.
+    `first_differences`: per turn, where a greedy answer parts from plain generation's; None where it does not.
     """
 
     task: str
-    index: int
+    index: int  # row in the task
     decoding: str
     drafter: str
     num_tokens: int
     num_rounds: int
-    accepted_length: float
-    acceptance_rate: float
-    seconds: float
-    speedup: float
+    accepted_length: float  # tokens per round; NaN without rounds
+    acceptance_rate: float  # accepted drafts over drafts sent; NaN where nothing was drafted
+    seconds: float  # of all turns
+    speedup: float  # tokens per second over those of plain generation
     first_differences: tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
 class ThresholdPoint:
-    """What a threshold on the confidence would have sent, by replay of full blocks.
+    """What a threshold on the confidence would have sent, by replay of full blocks."""
 
-    Args:
-        threshold (`float`): A block is cut at the first slot whose confidence is lower.
-        accepted_length (`float`): Tokens per round, the bonus token included.
-        verify_length (`float`): Drafts sent per round.
-        acceptance_rate (`float`): Accepted drafts over drafts sent; NaN where none would be sent.
-        verified_per_token (`float`): Tokens that the target's passes would carry, per token.
-    """
-
-    threshold: float
-    accepted_length: float
-    verify_length: float
-    acceptance_rate: float
-    verified_per_token: float
+    threshold: float  # a block is cut at the first slot whose confidence is lower
+    accepted_length: float  # tokens per round, the bonus token included
+    verify_length: float  # drafts sent per round
+    acceptance_rate: float  # accepted drafts over drafts sent; NaN where none would be sent
+    verified_per_token: float  # tokens that the target's passes would carry, per token
 
 
 @dataclass(frozen=True)
 class ConfidenceFigures:
-    """How good the confidences of a draft were, from rounds that sent every slot.
-
-    Args:
-        decoding (`str`): Decoding.
-        drafter (`str`): Drafter.
-        num_rounds (`int`): Full blocks.
-        slots (`tuple[SurvivalFigures, ...]`): Per slot: ECE, AUC and reliability of the prefix survival.
-        thresholds (`tuple[ThresholdPoint, ...]`): The threshold sweep.
-    """
+    """How good the confidences of a draft were, from rounds that sent every slot."""
 
     decoding: str
     drafter: str
-    num_rounds: int
-    slots: tuple[SurvivalFigures, ...]
-    thresholds: tuple[ThresholdPoint, ...]
+    num_rounds: int  # full blocks
+    slots: tuple[SurvivalFigures, ...]  # per slot: ECE, AUC and reliability of the prefix survival
+    thresholds: tuple[ThresholdPoint, ...]  # the threshold sweep
 
 
 @dataclass(frozen=True)
 class WorstDecile:
-    """The tenth of the questions on which a drafter was accepted least.
-
-    Args:
-        decoding (`str`): Decoding.
-        drafter (`str`): Drafter.
-        accepted_length (`float`): Tokens per round, pooled over these questions.
-        speedup (`float`): Speed-up, pooled over these questions.
-        questions (`tuple[QuestionFigures, ...]`): The worst first; at least one.
-    """
+    """The tenth of the questions on which a drafter was accepted least."""
 
     decoding: str
     drafter: str
-    accepted_length: float
-    speedup: float
-    questions: tuple[QuestionFigures, ...]
+    accepted_length: float  # tokens per round, pooled over these questions
+    speedup: float  # speed-up, pooled over these questions
+    questions: tuple[QuestionFigures, ...]  # the worst first; at least one
 
 
 class Recording:
-    """Runs of one evaluation, by question.
-
-    Args:
-        runs (`Iterable[Run]`): The runs, plain generation's among them.
-    """
+    """Runs of one evaluation, by question."""
 
     def __init__(self, runs: Iterable[Run]):
         self.runs = list(runs)
@@ -209,26 +136,17 @@ class Recording:
 
     @property
     def tasks(self) -> list[str]:
-        """`list[str]`: The tasks, and `"all"` where there are several."""
+        """The tasks, and `"all"` where there are several."""
         names = list(dict.fromkeys(run.task for run in self.runs))
         return names if len(names) == 1 else [*names, ALL]
 
     @property
     def decodings(self) -> list[str]:
-        """`list[str]`: The decodings."""
+        """The decodings."""
         return list(dict.fromkeys(run.decoding for run in self.runs))
 
     def of(self, task: str, decoding: str, drafter: str) -> dict[str, list[Run]]:
-        """Runs of a drafter.
-
-        Args:
-            task (`str`): Task, or `"all"`.
-            decoding (`str`): Decoding.
-            drafter (`str`): Drafter.
-
-        Returns:
-            `dict[str, list[Run]]`: question -> its runs, by turn.
-        """
+        """Runs of a drafter."""
         found: dict[str, list[Run]] = {}
         for run in self.runs:
             if run.decoding == decoding and run.drafter == drafter and task in (ALL, run.task):
@@ -236,29 +154,12 @@ class Recording:
         return {question: sorted(runs, key=lambda run: run.turn) for question, runs in found.items()}
 
     def plain(self, run: Run) -> Run:
-        """Plain generation's answer to the same turn.
-
-        Args:
-            run (`Run`): A run.
-
-        Returns:
-            [`Run`]
-        """
+        """Plain generation's answer to the same turn."""
         return self._plain[run.question, run.turn, run.decoding]
 
 
 def drafter_figures(recording: Recording, task: str, decoding: str, drafter: str) -> DrafterFigures:
-    """Pool a drafter's runs.
-
-    Args:
-        recording (`Recording`): The runs.
-        task (`str`): Task, or `"all"`.
-        decoding (`str`): Decoding.
-        drafter (`str`): Drafter.
-
-    Returns:
-        [`DrafterFigures`]
-    """
+    """Pool a drafter's runs."""
     by_question = recording.of(task, decoding, drafter)
     runs = [run for question in by_question.values() for run in question]
     stats = [_pooled(question) for question in by_question.values()]
@@ -290,21 +191,11 @@ def drafter_figures(recording: Recording, task: str, decoding: str, drafter: str
 
 def speedup_by_length(
     recording: Recording, task: str, decoding: str, drafter: str, lengths: Sequence[int] = LENGTHS
-) -> list[LengthSpeedup]:
+) -> list[LengthSpeedup]:  # whole answers last
     """When it pays: the speed-up of the first tokens, and of whole answers.
 
     What the first 8 tokens of a longer answer took stands for an answer of 8 tokens. Drafting the last of them might
     have been cut shorter; nothing else differs.
-
-    Args:
-        recording (`Recording`): The runs.
-        task (`str`): Task, or `"all"`.
-        decoding (`str`): Decoding.
-        drafter (`str`): Drafter.
-        lengths (`Sequence[int]`, *optional*): Numbers of tokens; those that no answer has are left out.
-
-    Returns:
-        `list[LengthSpeedup]`, whole answers last.
     """
     by_question = recording.of(task, decoding, drafter)
     found = []
@@ -323,16 +214,7 @@ def speedup_by_length(
 
 
 def question_figures(recording: Recording, decoding: str, drafter: str) -> list[QuestionFigures]:
-    """Figures question by question.
-
-    Args:
-        recording (`Recording`): The runs.
-        decoding (`str`): Decoding.
-        drafter (`str`): Drafter.
-
-    Returns:
-        `list[QuestionFigures]`
-    """
+    """Figures question by question."""
     found = []
     for runs in recording.of(ALL, decoding, drafter).values():
         stats, sums = _pooled(runs), _speed_sums(recording, runs)
@@ -355,17 +237,10 @@ def question_figures(recording: Recording, decoding: str, drafter: str) -> list[
     return found
 
 
-def worst_decile(recording: Recording, decoding: str, drafter: str) -> WorstDecile | None:
-    """The questions on which a drafter was accepted least. Accepted length ranks them: seconds vary from run to run.
-
-    Args:
-        recording (`Recording`): The runs.
-        decoding (`str`): Decoding.
-        drafter (`str`): Drafter.
-
-    Returns:
-        [`WorstDecile`], or `None` where there was no round.
-    """
+def worst_decile(
+    recording: Recording, decoding: str, drafter: str
+) -> WorstDecile | None:  # None where there was no round
+    """The questions with the lowest accepted length; seconds would vary from run to run."""
     judged = [entry for entry in question_figures(recording, decoding, drafter) if entry.num_rounds]
     if not judged:
         return None
@@ -379,19 +254,9 @@ def worst_decile(recording: Recording, decoding: str, drafter: str) -> WorstDeci
 
 def confidence_figures(
     recording: Recording, decoding: str, drafter: str, num_slots: int, thresholds: Sequence[float] = THRESHOLDS
-) -> ConfidenceFigures | None:
+) -> ConfidenceFigures | None:  # None without a full block with confidences
     """Judge the confidences of a drafter that sends every slot. Where a schedule cuts blocks, the full ones that are
     left are those that it believed in, and would flatter.
-
-    Args:
-        recording (`Recording`): The runs.
-        decoding (`str`): Decoding.
-        drafter (`str`): Drafter.
-        num_slots (`int`): Slots of a block.
-        thresholds (`Sequence[float]`, *optional*): Thresholds of the sweep.
-
-    Returns:
-        [`ConfidenceFigures`], or `None` without a full block with confidences.
     """
     runs = [run for question in recording.of(ALL, decoding, drafter).values() for run in question]
     rounds = full_blocks((record for run in runs for record in run.rounds), num_slots)
@@ -406,13 +271,6 @@ def threshold_sweep(rounds: Sequence[RoundRecord], thresholds: Sequence[float] =
 
     A replayed round goes on as the recorded one did, whatever it would have committed, see
     `dspark_hf.scheduling.simulation`.
-
-    Args:
-        rounds (`Sequence[RoundRecord]`): Full blocks, at least one.
-        thresholds (`Sequence[float]`, *optional*): Thresholds, in [0, 1].
-
-    Returns:
-        `list[ThresholdPoint]`
     """
     confidence = torch.tensor([record.confidence for record in rounds], dtype=torch.float64)
     accepted = torch.tensor([record.num_accepted for record in rounds])

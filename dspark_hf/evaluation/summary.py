@@ -32,23 +32,14 @@ from .tasks import ALL, TaskData
 
 @dataclass(frozen=True)
 class DrafterEntry:
-    """A drafter as the report names it.
-
-    Args:
-        name (`str`): Name.
-        kind (`str`): Kind.
-        path (`str`, *optional*): Model that drafts.
-        knobs (`dict[str, Any]`): Knobs that were given.
-        note (`str`): A limit of its figures.
-        refusal (`str`, *optional*): Why it does not apply to the target.
-    """
+    """A drafter as the report names it."""
 
     name: str
     kind: str
-    path: str | None
-    knobs: dict[str, Any]
-    note: str
-    refusal: str | None
+    path: str | None  # model that drafts
+    knobs: dict[str, Any]  # knobs that were given
+    note: str  # a limit of its figures
+    refusal: str | None  # why it does not apply to the target
 
 
 @dataclass(frozen=True)
@@ -156,14 +147,7 @@ def summarize_runs(
 
 
 def verdict(speedup: Interval) -> str:
-    """What a speed-up's interval allows to say.
-
-    Args:
-        speedup (`Interval`): The speed-up.
-
-    Returns:
-        `str`
-    """
+    """What a speed-up's interval allows to say."""
     if math.isnan(speedup.low):
         return "too few questions to say"
     if speedup.low > 1:
@@ -173,16 +157,10 @@ def verdict(speedup: Interval) -> str:
     return "no difference shown"
 
 
-def interval_text(interval: Interval, digits: int = 2) -> str:
-    """A figure with its interval, for people.
-
-    Args:
-        interval (`Interval`): The figure.
-        digits (`int`, *optional*, defaults to 2): Digits after the point.
-
-    Returns:
-        `str`: such as `"1.31 [1.10, 1.52]"`; `"-"` where there is no figure.
-    """
+def interval_text(
+    interval: Interval, digits: int = 2
+) -> str:  # such as `"1.31 [1.10, 1.52]"`; `"-"` where there is no figure
+    """A figure with its interval, for people."""
     if math.isnan(interval.value):
         return "-"
     ends = "" if math.isnan(interval.low) else f" [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"

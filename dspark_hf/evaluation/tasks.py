@@ -22,47 +22,32 @@ REASONING = "\nPlease reason step by step, and put your final answer within \\bo
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation to be had with the target.
+    """One conversation to be had with the target."""
 
-    Args:
-        task (`str`): Task that it belongs to.
-        index (`int`): Its row in the task's data, from 0.
-        turns (`tuple[str, ...]`): The user's messages; the target's answers stand between them.
-        system (`str`, *optional*): System message.
-    """
-
-    task: str
-    index: int
-    turns: tuple[str, ...]
-    system: str | None = None
+    task: str  # task that it belongs to
+    index: int  # its row in the task's data, from 0
+    turns: tuple[str, ...]  # the user's messages; the target's answers stand between them
+    system: str | None = None  # system message
 
     @property
     def key(self) -> str:
-        """`str`: Names the question within an evaluation."""
+        """Names the question within an evaluation."""
         return f"{self.task}/{self.index}"
 
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Where the prompts of a named task are, and how a row becomes a prompt.
+    """Where the prompts of a named task are, and how a row becomes a prompt."""
 
-    Args:
-        path (`str`): Data set of the Hub, or a builder of `datasets`.
-        split (`str`): Split.
-        to_turns (`Callable`): Row -> the user's messages.
-        name (`str`, *optional*): Configuration of the data set.
-        data_files (`str`, *optional*): One file of it, where the others hold something else.
-    """
-
-    path: str
+    path: str  # data set of the Hub, or a builder of `datasets`
     split: str
-    to_turns: Callable[[dict[str, Any]], Sequence[str]]
-    name: str | None = None
-    data_files: str | None = None
+    to_turns: Callable[[dict[str, Any]], Sequence[str]]  # row -> the user's messages
+    name: str | None = None  # configuration of the data set
+    data_files: str | None = None  # one file of it, where the others hold something else
 
     @property
     def load_arguments(self) -> dict[str, Any]:
-        """`dict[str, Any]`: Arguments of `datasets.load_dataset`."""
+        """Arguments of `datasets.load_dataset`."""
         arguments = {"path": self.path, "name": self.name, "data_files": self.data_files, "split": self.split}
         return {name: value for name, value in arguments.items() if value is not None}
 
@@ -106,46 +91,21 @@ TASKS: dict[str, TaskSource] = {
 
 @dataclass(frozen=True)
 class TaskData:
-    """The questions of one task that are asked.
+    """The questions of one task that are asked."""
 
-    Args:
-        name (`str`): The task.
-        questions (`tuple[Question, ...]`): Questions, at least one.
-        num_available (`int`): Questions that the task has.
-    """
-
-    name: str
-    questions: tuple[Question, ...]
-    num_available: int
+    name: str  # the task
+    questions: tuple[Question, ...]  # questions, at least one
+    num_available: int  # questions that the task has
 
     @property
     def fingerprint(self) -> str:
-        """`str`: Hash of the questions, so that an evaluation is not continued with others."""
+        """Hash of the questions, so that an evaluation is not continued with others."""
         texts = [[question.index, question.system, list(question.turns)] for question in self.questions]
         return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
-def load_tasks(names: Sequence[str], limit: int | None = None) -> list[TaskData]:
-    """Load tasks by name, or from files.
-
-    Args:
-        names (`Sequence[str]`):
-            Names out of `TASKS`, `"builtin"` for the package's own prompts, or paths of `.jsonl`, `.json` or `.txt`
-            files. A file's rows hold `turns` (user messages), `messages` (a conversation, whose user messages are
-            asked; answers in it are left out) or `prompt`; its task is called after the file.
-        limit (`int`, *optional*):
-            Most questions of each task, spread evenly over it: files are often in an order. All without it.
-
-    Returns:
-        `list[TaskData]`, in the order of `names`.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        OSError: If a data set cannot be fetched.
-        RuntimeError: If `datasets` is not installed.
-        ValueError: If a name is unknown or `all`, two tasks share one, a file is empty or malformed, or `limit` is
-            below 1.
-    """
+def load_tasks(names: Sequence[str], limit: int | None = None) -> list[TaskData]:  # in the order of `names`
+    """Load tasks by name, or from files."""
     if limit is not None and limit < 1:
         raise ValueError(f"`limit` must be >= 1, got {limit}. Leave it away for all questions.")
     if not names:
@@ -163,18 +123,7 @@ def load_tasks(names: Sequence[str], limit: int | None = None) -> list[TaskData]
 
 
 def questions_from_rows(task: str, rows: Iterable[dict[str, Any]]) -> list[Question]:
-    """Rows of a named task's data set as questions.
-
-    Args:
-        task (`str`): One of `TASKS`.
-        rows (`Iterable[dict]`): Rows, with the columns of that data set.
-
-    Returns:
-        `list[Question]`
-
-    Raises:
-        ValueError: If a row lacks a column.
-    """
+    """Rows of a named task's data set as questions."""
     questions = []
     for index, row in enumerate(rows):
         try:
@@ -189,18 +138,7 @@ def questions_from_rows(task: str, rows: Iterable[dict[str, Any]]) -> list[Quest
 
 
 def read_questions(path: Path) -> list[Question]:
-    """The questions of a user's file.
-
-    Args:
-        path (`Path`): See [`load_tasks`].
-
-    Returns:
-        `list[Question]`
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If the file has another ending, is not UTF-8, holds no prompt, or has a malformed row.
-    """
+    """The questions of a user's file."""
     return [_row_question(path, index, *row) for index, row in enumerate(read_prompt_rows(path))]
 
 

@@ -111,21 +111,7 @@ def convert_draft(
 
 
 def parse_stated(assignments: Sequence[str]) -> dict[str, Any]:
-    """Fields given as text, for command lines.
-
-    Args:
-        assignments (`Sequence[str]`): `NAME=VALUE` each, the value in JSON; a word may go without quotes.
-
-    Returns:
-        `dict[str, Any]`
-
-    Raises:
-        ValueError: If one is no assignment to a field that files leave open.
-
-    Example:
-        >>> parse_stated(["sample_from_anchor=true", "target_layer_ids=[1, 9]", "markov_head_type=rnn"])
-        {'sample_from_anchor': True, 'target_layer_ids': [1, 9], 'markov_head_type': 'rnn'}
-    """
+    """Fields given as text, for command lines."""
     stated = {}
     for assignment in assignments:
         name, sign, text = assignment.partition("=")

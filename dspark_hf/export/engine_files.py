@@ -21,15 +21,9 @@ from ..scheduling.curve import SPSCurve
 STS_FILE, SPS_FILE, COST_TABLE_FILE = "dspark_sts.json", "dspark_sps.json", "dspark_cost_table_trtllm.json"
 
 
-def sts_calibration(config: DSparkConfig) -> dict[str, Any] | None:
+def sts_calibration(config: DSparkConfig) -> dict[str, Any] | None:  # None for a draft that was not calibrated
     """The temperatures of Sequential Temperature Scaling, for SGLang (`--speculative-dspark-confidence-sts-path`) and
     TensorRT-LLM.
-
-    Args:
-        config (`DSparkConfig`): The draft's configuration.
-
-    Returns:
-        `dict[str, Any]`: Contents of the file, or `None` for a draft that was not calibrated.
     """
     if config.confidence_temperatures is None:
         return None
@@ -41,12 +35,6 @@ def sps_table(curve: SPSCurve) -> dict[str, Any]:
 
     SGLang takes the largest listed number of tokens that is not above the one asked for, so every number is listed;
     otherwise tokens would look free just below a measured point.
-
-    Args:
-        curve (`SPSCurve`): Measured round times.
-
-    Returns:
-        `dict[str, Any]`: Contents of the file.
     """
     first, last = curve.batch_tokens[0], curve.batch_tokens[-1]
     seconds = curve.draft_s + curve.verify_table(first, last)
@@ -58,14 +46,7 @@ def sps_table(curve: SPSCurve) -> dict[str, Any]:
 
 
 def cost_table(curve: SPSCurve) -> dict[str, Any]:
-    """Step times against the tokens verified, for TensorRT-LLM, which interpolates between them.
-
-    Args:
-        curve (`SPSCurve`): Measured round times.
-
-    Returns:
-        `dict[str, Any]`: Contents of the file.
-    """
+    """Step times against the tokens verified, for TensorRT-LLM, which interpolates between them."""
     return {
         "token_counts": list(curve.batch_tokens),
         "step_time_ms": [1000.0 * value for value in curve.verify_s],
@@ -75,16 +56,7 @@ def cost_table(curve: SPSCurve) -> dict[str, Any]:
 
 
 def write_engine_files(folder: str | os.PathLike, config: DSparkConfig, curve: SPSCurve | None = None) -> list[Path]:
-    """Write what is known of calibration and round times.
-
-    Args:
-        folder (`str` or `os.PathLike`): An existing folder.
-        config (`DSparkConfig`): The draft's configuration.
-        curve (`SPSCurve`, *optional*): Measured round times.
-
-    Returns:
-        `list[Path]`: The files written.
-    """
+    """Write what is known of calibration and round times."""
     contents = {STS_FILE: sts_calibration(config)}
     if curve is not None:
         contents |= {SPS_FILE: sps_table(curve), COST_TABLE_FILE: cost_table(curve)}

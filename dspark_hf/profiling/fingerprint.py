@@ -45,14 +45,6 @@ def fingerprint(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: 
     """What round times depend on, in JSON's types: machine, threads, dtypes, kernels, and the shapes of both models.
 
     Of the versions only torch's is part of it, without its last number: kernels come from there.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        draft (`DSparkDraftModel`): Its draft.
-        num_requests (`int`, *optional*, defaults to 1): Most texts of a batch.
-
-    Returns:
-        `dict[str, Any]`
     """
     devices = [*_devices(target), *_devices(draft)]
     uses_cpu = any(name in (_cpu_name(), "disk", "offloaded") for name in devices)
@@ -72,15 +64,7 @@ def fingerprint(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: 
 
 
 def setup(target: PreTrainedModel, draft: DSparkDraftModel) -> tuple:
-    """The part of a fingerprint that can change while both are loaded, in microseconds.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        draft (`DSparkDraftModel`): Its draft.
-
-    Returns:
-        `tuple`, to be compared with another one only.
-    """
+    """The part of a fingerprint that can change while both are loaded, in microseconds."""
     first, draft_first = next(target.parameters()), next(draft.parameters())
     return (
         torch.get_num_threads(),

@@ -27,21 +27,13 @@ PATIENCE = 4  # budgets that the warm-up may take
 
 @dataclass(frozen=True)
 class MeasuredCurve:
-    """Round times at one context length, and how far single measurements lay apart.
+    """Round times at one context length, and how far single measurements lay apart."""
 
-    Args:
-        context_length (`int`): Tokens in the target's cache.
-        curve (`SPSCurve`): Medians; those of verification made monotone by [`isotonic`].
-        verify_spread_s (`tuple[tuple[float, float], ...]`): Lower and upper quartile for each B of the curve, seconds.
-        draft_spread_s (`tuple[float, float]`): Likewise of drafting.
-        num_repeats (`int`): Measurements behind each B.
-    """
-
-    context_length: int
-    curve: SPSCurve
-    verify_spread_s: tuple[tuple[float, float], ...]
-    draft_spread_s: tuple[float, float]
-    num_repeats: int
+    context_length: int  # tokens in the target's cache
+    curve: SPSCurve  # medians; those of verification made monotone by `isotonic`
+    verify_spread_s: tuple[tuple[float, float], ...]  # lower and upper quartile for each B of the curve, seconds
+    draft_spread_s: tuple[float, float]  # likewise of drafting
+    num_repeats: int  # measurements behind each B
 
 
 def batch_points(num_draft_slots: int, num_requests: int = 1) -> tuple[int, ...]:
@@ -49,13 +41,6 @@ def batch_points(num_draft_slots: int, num_requests: int = 1) -> tuple[int, ...]
 
     Of a batch: the passes without drafts, with half of them and with all, and those of the fewer requests that are
     left as texts end.
-
-    Args:
-        num_draft_slots (`int`): Most drafts of a request in a round.
-        num_requests (`int`, *optional*, defaults to 1): R.
-
-    Returns:
-        `tuple[int, ...]`, ascending from 1 to `num_requests * (num_draft_slots + 1)`.
     """
     last = num_requests * (num_draft_slots + 1)
     if num_requests > 1:
@@ -68,12 +53,6 @@ def isotonic(medians: Sequence[float]) -> tuple[float, ...]:
 
     Neighbours that fall get their common mean, so that a median that is too high by chance raises only itself and
     those that it stands out from, not the rest of the curve.
-
-    Args:
-        medians (`Sequence[float]`): Seconds, by ascending B.
-
-    Returns:
-        `tuple[float, ...]`, as long as `medians`.
     """
     pools: list[list[float]] = []
     for median in medians:
@@ -89,37 +68,15 @@ def measure_curves(
     draft: DSparkDraftModel,
     context_lengths: Sequence[int] = (256,),
     num_repeats: int = 7,
-    budget_s: float | None = None,
+    budget_s: float | None = None,  # seconds after which no further repeat is begun, once there are two
     on_progress: Callable[[], None] | None = None,
     num_requests: int = 1,
-) -> tuple[MeasuredCurve, ...]:
+) -> tuple[MeasuredCurve, ...]:  # by ascending context length
     """Time rounds on synthetic text, greedily, as the decoding loop runs them.
 
     The token counts take turns, so that a machine that slows down does not favour any of them; one pass over all of
     them warms up. Every round drafts whole blocks, whatever the draft's knobs say. Neither random state nor models are
     changed.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        draft (`DSparkDraftModel`): Its draft.
-        context_lengths (`Sequence[int]`, *optional*, defaults to `(256,)`):
-            Tokens in the cache, one curve for each; cut to what the target's positions allow.
-        num_repeats (`int`, *optional*, defaults to 7): Measurements behind each median.
-        budget_s (`float`, *optional*):
-            Seconds after which no further repeat is begun, once there are two; a warm-up that takes four times as
-            long ends the measurement.
-        on_progress (`Callable`, *optional*): Called after each pass over the token counts, the warm-up included.
-        num_requests (`int`, *optional*, defaults to 1): R, the most texts of a batch.
-
-    Returns:
-        `tuple[MeasuredCurve, ...]`, by ascending context length.
-
-    Raises:
-        ValueError: If a length or a number is too small, target and draft do not fit, or the target's cache cannot
-            take tokens back.
-        NotImplementedError: If the target cannot have a DSpark draft, or cannot run a batch.
-        MemoryError: If the batch does not fit into memory.
-        RuntimeError: If the warm-up takes far more than the budget.
     """
     if num_repeats < MIN_REPEATS:
         raise ValueError(f"`num_repeats` must be >= {MIN_REPEATS}, got {num_repeats}.")

@@ -31,16 +31,7 @@ NEW_CONTEXT = 2  # tokens a typical round commits, and the next one's drafting t
 
 
 class SingleRounds:
-    """Rounds of one request.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        draft (`DSparkDraftModel`): Its draft.
-        context_length (`int`): s.
-
-    Raises:
-        NotImplementedError: If the target's cache cannot take tokens back.
-    """
+    """Rounds of one request."""
 
     num_requests = 1
 
@@ -64,16 +55,12 @@ class SingleRounds:
         return self._text[:, : self.context_length]
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
-        """What holds from the first round on, as in the decoding loop.
-
-        Returns:
-            Context manager.
-        """
+        """What holds from the first round on, as in the decoding loop."""
         return self._runner.decoding()
 
     @property
     def elapsed_s(self) -> float:
-        """`float`: Seconds since the request came."""
+        """Seconds since the request came."""
         return perf_counter() - self._start
 
     def restart(self) -> None:
@@ -81,15 +68,8 @@ class SingleRounds:
         self._drafter = DSparkCandidateGenerator(self.target, self.draft, self._config)
         self._draft(self.context_length)
 
-    def run(self, batch_tokens: int) -> tuple[float, float]:
-        """Draft, and verify B tokens.
-
-        Args:
-            batch_tokens (`int`): B.
-
-        Returns:
-            `tuple[float, float]`: seconds of drafting, and of verification.
-        """
+    def run(self, batch_tokens: int) -> tuple[float, float]:  # seconds of drafting, and of verification
+        """Draft, and verify B tokens."""
         draft_s = self._draft(NEW_CONTEXT)
         first = self.context_length + 1
         start = perf_counter()
@@ -99,11 +79,7 @@ class SingleRounds:
         return draft_s, verify_s
 
     def draft_alone(self) -> float:
-        """Seconds of drafting for one request.
-
-        Returns:
-            `float`
-        """
+        """Seconds of drafting for one request."""
         return self._draft(NEW_CONTEXT)
 
     def _draft(self, num_context: int) -> float:
@@ -111,18 +87,7 @@ class SingleRounds:
 
 
 class BatchRounds:
-    """Rounds of a batch; a pass of fewer tokens than requests is one of fewer requests.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        draft (`DSparkDraftModel`): Its draft.
-        context_length (`int`): s, of every request.
-        num_requests (`int`): R.
-
-    Raises:
-        NotImplementedError: If the target cannot run a batch.
-        MemoryError: If the batch does not fit into memory.
-    """
+    """Rounds of a batch; a pass of fewer tokens than requests is one of fewer requests."""
 
     def __init__(self, target: PreTrainedModel, draft: DSparkDraftModel, context_length: int, num_requests: int):
         self.target, self.draft, self.context_length, self.num_requests = target, draft, context_length, num_requests
@@ -143,7 +108,7 @@ class BatchRounds:
 
     @property
     def elapsed_s(self) -> float:
-        """`float`: Seconds since the requests came."""
+        """Seconds since the requests came."""
         return perf_counter() - self._start
 
     def restart(self) -> None:
@@ -200,14 +165,7 @@ def _timed_draft(
 
 
 def text_config(target: PreTrainedModel) -> PreTrainedConfig:
-    """The configuration of a target's language model.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-
-    Returns:
-        `PreTrainedConfig`
-    """
+    """The configuration of a target's language model."""
     return target.config.get_text_config(decoder=True)
 
 

@@ -17,10 +17,6 @@ class AcceptanceHistory:
 
     All are means of the recent rounds, with a few pseudo-rounds of a prior: P(accept k) as measured when the draft
     was calibrated, or `PRIOR_ACCEPTANCE`, which is low enough for a useless draft to be found out in two rounds.
-
-    Args:
-        num_slots (`int`): g.
-        prior (`Sequence[float]`, *optional*): P(slot k accepted | all before it were), from calibration.
     """
 
     DECAY = 0.97  # a text changes its kind within some tens of rounds
@@ -35,11 +31,7 @@ class AcceptanceHistory:
         self._tokens = self.PRIOR_ROUNDS * (1 + float(self._prior[0]))
 
     def observe(self, record: RoundRecord) -> None:
-        """Learn from a round that drafted.
-
-        Args:
-            record (`RoundRecord`): The round.
-        """
+        """Learn from a round that drafted."""
         self._rounds = self.DECAY * self._rounds + 1
         self._tokens = self.DECAY * self._tokens + record.accepted_length
         for sums in (self._accepted, self._reached, self._expected):
@@ -51,7 +43,7 @@ class AcceptanceHistory:
 
     @property
     def tokens_per_round(self) -> float:
-        """`float`: Tokens of a round that drafted, of late."""
+        """Tokens of a round that drafted, of late."""
         return self._tokens / self._rounds
 
     @property
@@ -60,15 +52,11 @@ class AcceptanceHistory:
         weight = self._prior_rounds
         return tuple(((self._accepted + weight * self._prior) / (self._reached + weight)).tolist())
 
-    def corrected(self, confidence: torch.Tensor) -> torch.Tensor:
-        """Confidences scaled by how often such slots were accepted of late.
-
-        Args:
-            confidence (`torch.Tensor` of shape `(R, k)`): In [0, 1].
-
-        Returns:
-            `torch.Tensor` of shape `(R, k)`, in [0, 1].
-        """
+    def corrected(
+        self,
+        confidence: torch.Tensor,  # [R, k], in [0, 1]
+    ) -> torch.Tensor:  # [R, k], in [0, 1]
+        """Confidences scaled by how often such slots were accepted of late."""
         weight = self.PRIOR_ROUNDS
         factors = (self._accepted + weight) / (self._expected + weight)
         factors = confidence.new_tensor(factors[: confidence.shape[-1]])

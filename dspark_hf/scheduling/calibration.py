@@ -69,18 +69,7 @@ class CalibrationReport:
 
 
 def calibration_report(fitted: ConfidenceObservations, check: ConfidenceObservations) -> CalibrationReport:
-    """Fit temperatures on some rounds and judge them on others.
-
-    Args:
-        fitted (`ConfidenceObservations`): Rounds to fit to.
-        check (`ConfidenceObservations`): Rounds to judge on; of other prompts, or the figures flatter.
-
-    Returns:
-        [`CalibrationReport`]
-
-    Raises:
-        ValueError: If there are too few rounds in either part.
-    """
+    """Fit temperatures on some rounds and judge them on others."""
     _check_num_rounds(check)
     temperatures = fit_temperatures(fitted)
     return CalibrationReport(
@@ -129,17 +118,11 @@ def fit_temperatures(
     return tuple(chosen)
 
 
-def acceptance_prior(observations: ConfidenceObservations) -> tuple[float, ...]:
+def acceptance_prior(observations: ConfidenceObservations) -> tuple[float, ...]:  # in [0, 1], one per slot
     """P(slot k accepted | all before it were), usable from the first round on.
 
     Each rate is drawn towards the rate of all slots together, with the weight of four rounds, so that a slot that was
     seldom or never reached gets neither 0 nor NaN.
-
-    Args:
-        observations (`ConfidenceObservations`): At least one round.
-
-    Returns:
-        `tuple[float, ...]`: in [0, 1], one per slot.
     """
     accepted = observations.prefix_accepted.sum(dim=0).tolist()
     reached = [observations.num_rounds, *accepted[:-1]]

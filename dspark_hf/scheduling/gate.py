@@ -34,16 +34,7 @@ class DraftingGate:
         self._wait = self._rounds_left = self.FIRST_WAIT
 
     def opens(self, outlook: RoundOutlook, num_requests: int = 1, kept_pace: float = 1.0) -> bool:
-        """Decide about the next round.
-
-        Args:
-            outlook (`RoundOutlook`): The past, and the machine.
-            num_requests (`int`, *optional*, defaults to 1): R.
-            kept_pace (`float`, *optional*, defaults to 1.0): Part of what drafting brings that shortens the call.
-
-        Returns:
-            `bool`: Whether to draft.
-        """
+        """Decide about the next round."""
         if self._pays(outlook, num_requests, kept_pace):
             self._wait = self._rounds_left = self.FIRST_WAIT
             return True
@@ -54,12 +45,7 @@ class DraftingGate:
         return True
 
     def observe(self, records: Sequence[RoundRecord], curve: SPSCurve) -> None:
-        """Learn from a round that drafted.
-
-        Args:
-            records (`Sequence[RoundRecord]` of length R): The round.
-            curve (`SPSCurve`): Round times.
-        """
+        """Learn from a round that drafted."""
         tokens = sum(record.accepted_length for record in records)
         batch_tokens = sum(1 + record.verify_length for record in records)
         # In plain steps, which bring R tokens: the machine may change, and requests come and go.
@@ -89,37 +75,21 @@ class DraftingPause:
         self._failures = self._rounds_left = 0
 
     def passes(self) -> bool:
-        """Whether the request may draft in the next round; asked once per round.
-
-        Returns:
-            `bool`
-        """
+        """Whether the request may draft in the next round; asked once per round."""
         if self._rounds_left == 0:
             return True
         self._rounds_left -= 1
         return False
 
     def observe(self, failed: bool) -> None:
-        """Learn from a round that drafted.
-
-        Args:
-            failed (`bool`): Whether not even the first slot could be used.
-        """
+        """Learn from a round that drafted."""
         self._failures = self._failures + 1 if failed else 0
         if self._failures > 1:
             self._rounds_left = self.FIRST_PAUSE << (self._failures - 2)
 
 
 def best_fixed_length(outlook: RoundOutlook, num_requests: int = 1) -> tuple[float, float]:
-    """Tokens and seconds of a round, at the fixed number of drafts that is fastest by the past.
-
-    Args:
-        outlook (`RoundOutlook`): The past, and the machine.
-        num_requests (`int`, *optional*, defaults to 1): R, with as many drafts each.
-
-    Returns:
-        `tuple[float, float]`: expected tokens of all requests, bonus tokens included, and seconds of a round.
-    """
+    """Tokens and seconds of a round, at the fixed number of drafts that is fastest by the past."""
     tokens = num_requests * (1 + np.cumsum(outlook.expected_survival))
     batch_tokens = num_requests * (2 + np.arange(len(tokens)))
     verify_s = outlook.curve.verify_table(int(batch_tokens[0]), int(batch_tokens[-1]))

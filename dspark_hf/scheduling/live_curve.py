@@ -17,11 +17,6 @@ class RoundTimes:
     The seconds of verification are fitted, by decayed least squares, as a part that every pass has and a part that
     grows as the prior curve does; how fast it grows is shrunk towards the prior. Drafting is a decayed mean. The unit
     of the prior does not matter, only its shape.
-
-    Args:
-        curve (`SPSCurve`): Measured, or [`SPSCurve.linear`].
-        learn (`bool`): Whether to follow the clock at all. Under sampling it must not: how many drafts are sent steers
-            the random stream, and the same seed has to give the same text.
     """
 
     DECAY = 0.95
@@ -38,11 +33,7 @@ class RoundTimes:
         self._drafting = np.zeros(2)  # rounds that drafted, their drafting seconds
 
     def observe(self, records: Sequence[RoundRecord]) -> None:
-        """Learn from a round.
-
-        Args:
-            records (`Sequence[RoundRecord]` of length R): The round; each request's share of its seconds.
-        """
+        """Learn from a round."""
         verify_s, draft_s = (sum(getattr(record, name) for record in records) for name in ("verify_s", "draft_s"))
         if not self._learn or verify_s <= 0 or draft_s < 0:  # an engine without a clock, or a clock that jumped
             return

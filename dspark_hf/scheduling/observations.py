@@ -22,22 +22,10 @@ class ConfidenceObservations:
     """What the confidence head said in N full blocks, and what became of them.
 
     A full block had all its g slots sent, so `num_accepted` says of every slot whether its prefix was accepted.
-
-    Args:
-        confidence_logits (`torch.Tensor` of shape `(N, g)`): Before the sigmoid, uncalibrated.
-        num_accepted (`torch.LongTensor` of shape `(N,)`): Leading drafts that the target accepted, 0 to g.
-
-    Raises:
-        ValueError: If the shapes do not fit, a logit is not finite, or a count is out of range.
-
-    Example:
-        >>> observations = ConfidenceObservations(torch.zeros(2, 3), torch.tensor([3, 1]))
-        >>> observations.conditional_acceptance
-        (1.0, 0.5, 1.0)
     """
 
-    confidence_logits: torch.Tensor
-    num_accepted: torch.Tensor
+    confidence_logits: torch.Tensor  # [N, g], before the sigmoid, uncalibrated
+    num_accepted: torch.Tensor  # [N], leading drafts that the target accepted, 0 to g
 
     def __post_init__(self) -> None:
         logits, accepted = self.confidence_logits, self.num_accepted
@@ -58,16 +46,6 @@ class ConfidenceObservations:
         Left out are rounds that sent fewer drafts than the block has slots (the text's length limit, a drafted end of
         sequence, a threshold), those without a confidence for every slot, and those whose text ended before the last
         slot was judged. A round of which fewer tokens were committed than accepted is judged in full, and counts.
-
-        Args:
-            rounds (`Iterable[RoundRecord]`): The rounds.
-            num_draft_slots (`int`): g.
-
-        Returns:
-            [`ConfidenceObservations`]
-
-        Raises:
-            ValueError: If no round is left.
         """
         rounds = list(rounds)
         full = [record for record in rounds if record.is_full_block(num_draft_slots)]
@@ -95,8 +73,8 @@ class ConfidenceObservations:
         return self.confidence_logits.shape[1]
 
     @property
-    def prefix_accepted(self) -> torch.Tensor:
-        """`torch.BoolTensor` of shape `(N, g)`: whether slots 0 to k were all accepted."""
+    def prefix_accepted(self) -> torch.Tensor:  # [N, g]
+        """Whether slots 0 to k were all accepted."""
         return self.num_accepted[:, None] > torch.arange(self.num_slots)
 
     @property
@@ -106,18 +84,8 @@ class ConfidenceObservations:
         reached = [self.num_rounds, *accepted[:-1]]
         return tuple(a / r if r else math.nan for a, r in zip(accepted, reached, strict=True))
 
-    def survival(self, temperatures: Sequence[float] | None = None) -> torch.Tensor:
-        """a_k after Sequential Temperature Scaling.
-
-        Args:
-            temperatures (`Sequence[float]`, *optional*): T_k of every slot; all 1 when not given.
-
-        Returns:
-            `torch.Tensor` of shape `(N, g)`, fp64.
-
-        Raises:
-            ValueError: If there is not one temperature for each slot.
-        """
+    def survival(self, temperatures: Sequence[float] | None = None) -> torch.Tensor:  # [N, g], fp64
+        """a_k after Sequential Temperature Scaling."""
         divisor = torch.tensor(temperatures or [1.0] * self.num_slots, dtype=torch.float64)
         if divisor.shape[0] != self.num_slots:
             raise ValueError(f"There must be one temperature for each of {self.num_slots} slots, got {temperatures}.")

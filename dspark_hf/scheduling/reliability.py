@@ -21,51 +21,28 @@ NUM_BINS = 10
 
 @dataclass(frozen=True)
 class ReliabilityBin:
-    """Rounds whose predictions lie next to each other.
+    """Rounds whose predictions lie next to each other."""
 
-    Args:
-        mean_prediction (`float`): Mean of what was predicted, in [0, 1].
-        observed_rate (`float`): Share of the rounds in which it happened, in [0, 1].
-        count (`int`): Rounds.
-    """
-
-    mean_prediction: float
-    observed_rate: float
-    count: int
+    mean_prediction: float  # mean of what was predicted, in [0, 1]
+    observed_rate: float  # share of the rounds in which it happened, in [0, 1]
+    count: int  # rounds
 
 
 @dataclass(frozen=True)
 class SurvivalFigures:
-    """How good the prefix survival a_k of one slot is.
+    """How good the prefix survival a_k of one slot is."""
 
-    Args:
-        expected_calibration_error (`float`): ECE, in [0, 1].
-        noise_floor (`float`): ECE that so many rounds show on average where every prediction is exactly right.
-        area_under_curve (`float`): Chance that an accepted prefix was ranked above another; NaN if all are alike.
-        brier_score (`float`): Mean squared error, in [0, 1].
-        reliability (`tuple[ReliabilityBin, ...]`): The bins behind the ECE.
-    """
-
-    expected_calibration_error: float
-    noise_floor: float
-    area_under_curve: float
-    brier_score: float
-    reliability: tuple[ReliabilityBin, ...]
+    expected_calibration_error: float  # ECE, in [0, 1]
+    noise_floor: float  # ECE that so many rounds show on average where every prediction is exactly right
+    area_under_curve: float  # chance that an accepted prefix was ranked above another; NaN if all are alike
+    brier_score: float  # mean squared error, in [0, 1]
+    reliability: tuple[ReliabilityBin, ...]  # the bins behind the ECE
 
 
 def survival_figures(
     observations: ConfidenceObservations, temperatures: Sequence[float] | None = None, num_bins: int = NUM_BINS
-) -> tuple[SurvivalFigures, ...]:
-    """Judge the prefix survival of every slot.
-
-    Args:
-        observations (`ConfidenceObservations`): Rounds to judge on.
-        temperatures (`Sequence[float]`, *optional*): T_k; all 1 when not given.
-        num_bins (`int`, *optional*, defaults to 10): Bins of the ECE.
-
-    Returns:
-        `tuple[SurvivalFigures, ...]`, one per slot.
-    """
+) -> tuple[SurvivalFigures, ...]:  # one per slot
+    """Judge the prefix survival of every slot."""
     survival, happened = observations.survival(temperatures), observations.prefix_accepted
     return tuple(
         SurvivalFigures(
@@ -80,43 +57,24 @@ def survival_figures(
 
 
 def expected_calibration_error(
-    probabilities: torch.Tensor, outcomes: torch.Tensor, num_bins: int = NUM_BINS
-) -> torch.Tensor:
-    """ECE: distance of the mean prediction from the observed rate, mean over bins of equal mass weighted by count.
-
-    Args:
-        probabilities (`torch.Tensor` of shape `(*b, N)`): Predictions, in [0, 1].
-        outcomes (`torch.Tensor` of shape `(N,)`): What happened, True or False.
-        num_bins (`int`, *optional*, defaults to 10): Bins.
-
-    Returns:
-        `torch.Tensor` of shape `(*b,)`, fp64, in [0, 1].
-
-    Raises:
-        ValueError: If the shapes do not fit, there are no rounds, or `num_bins` < 1.
-
-    Example:
-        >>> p = torch.tensor([0.1, 0.3, 0.6, 0.8])
-        >>> round(float(expected_calibration_error(p, torch.tensor([False, True, True, True]), num_bins=2)), 3)
-        0.3
-    """
+    probabilities: torch.Tensor,  # [*b, N], predictions, in [0, 1]
+    outcomes: torch.Tensor,  # [N], what happened, True or False
+    num_bins: int = NUM_BINS,
+) -> torch.Tensor:  # [*b], fp64, in [0, 1]
+    """ECE: distance of the mean prediction from the observed rate, mean over bins of equal mass weighted by count."""
     _check_predictions(probabilities, outcomes, num_bins)
     gaps = probabilities.double() - outcomes.double()
     return _bin_sums(gaps, _bins(probabilities, num_bins), num_bins).abs().sum(dim=-1) / outcomes.shape[0]
 
 
-def noise_floor(probabilities: torch.Tensor, num_bins: int = NUM_BINS) -> float:
+def noise_floor(
+    probabilities: torch.Tensor,  # [N], predictions, in [0, 1]
+    num_bins: int = NUM_BINS,
+) -> float:  # in [0, 1]
     """ECE to be expected where every prediction is exactly right: the bins' own sampling noise.
 
     Each bin deviates like a normal variable of its variance, so this is for bins of more than a few rounds. An ECE
     near this value is no evidence of miscalibration.
-
-    Args:
-        probabilities (`torch.Tensor` of shape `(N,)`): Predictions, in [0, 1].
-        num_bins (`int`, *optional*, defaults to 10): Bins.
-
-    Returns:
-        `float`, in [0, 1].
     """
     variances = (probabilities * (1 - probabilities)).double()
     deviations = _bin_sums(variances, _bins(probabilities, num_bins), num_bins).sqrt().sum()
@@ -124,21 +82,11 @@ def noise_floor(probabilities: torch.Tensor, num_bins: int = NUM_BINS) -> float:
 
 
 def reliability_table(
-    probabilities: torch.Tensor, outcomes: torch.Tensor, num_bins: int = NUM_BINS
-) -> tuple[ReliabilityBin, ...]:
-    """Mean prediction against observed rate, bin by bin.
-
-    Args:
-        probabilities (`torch.Tensor` of shape `(N,)`): Predictions, in [0, 1].
-        outcomes (`torch.Tensor` of shape `(N,)`): What happened, True or False.
-        num_bins (`int`, *optional*, defaults to 10): Bins; empty ones are left out.
-
-    Returns:
-        `tuple[ReliabilityBin, ...]`, by ascending prediction.
-
-    Raises:
-        ValueError: If the shapes do not fit, there are no rounds, or `num_bins` < 1.
-    """
+    probabilities: torch.Tensor,  # [N], predictions, in [0, 1]
+    outcomes: torch.Tensor,  # [N], what happened, True or False
+    num_bins: int = NUM_BINS,
+) -> tuple[ReliabilityBin, ...]:  # by ascending prediction
+    """Mean prediction against observed rate, bin by bin."""
     _check_predictions(probabilities, outcomes, num_bins)
     columns = (probabilities.double(), outcomes.double(), torch.ones_like(outcomes, dtype=torch.float64))
     bins = _bins(probabilities, num_bins)
@@ -150,36 +98,20 @@ def reliability_table(
     )
 
 
-def brier_score(probabilities: torch.Tensor, outcomes: torch.Tensor) -> float:
-    """Mean squared difference of prediction and outcome.
-
-    Args:
-        probabilities (`torch.Tensor` of shape `(N,)`): Predictions, in [0, 1].
-        outcomes (`torch.Tensor` of shape `(N,)`): What happened, True or False.
-
-    Returns:
-        `float`, in [0, 1].
-
-    Raises:
-        ValueError: If the shapes do not fit, or there are no rounds.
-    """
+def brier_score(
+    probabilities: torch.Tensor,  # [N], predictions, in [0, 1]
+    outcomes: torch.Tensor,  # [N], what happened, True or False
+) -> float:  # in [0, 1]
+    """Mean squared difference of prediction and outcome."""
     _check_predictions(probabilities, outcomes)
     return float((probabilities.double() - outcomes.double()).square().mean())
 
 
-def area_under_curve(scores: torch.Tensor, outcomes: torch.Tensor) -> float:
-    """AUC: chance that a round in which it happened has a higher score than one in which it did not; ties count half.
-
-    Args:
-        scores (`torch.Tensor` of shape `(N,)`): Any increasing function of the prediction.
-        outcomes (`torch.Tensor` of shape `(N,)`): What happened, True or False.
-
-    Returns:
-        `float`, in [0, 1]; NaN where all outcomes are the same.
-
-    Raises:
-        ValueError: If the shapes do not fit, or there are no rounds.
-    """
+def area_under_curve(
+    scores: torch.Tensor,  # [N]
+    outcomes: torch.Tensor,  # [N], what happened, True or False
+) -> float:  # in [0, 1]; NaN where all outcomes are the same
+    """AUC: chance that a round in which it happened scores higher than one in which it did not; ties count half."""
     _check_predictions(scores, outcomes)
     happened = outcomes.bool()
     num_yes, num_no = int(happened.sum()), int((~happened).sum())

@@ -53,15 +53,10 @@ class Scheduler(Protocol):
         ...
 
 
-def prefix_survival(confidence: torch.Tensor) -> torch.Tensor:
-    """a_k = c_0 * ... * c_k (section 3.2.1).
-
-    Args:
-        confidence (`torch.Tensor` of shape `(*b, g)`): c_k, in [0, 1].
-
-    Returns:
-        `torch.Tensor` of shape `(*b, g)`, non-increasing along the slots.
-    """
+def prefix_survival(
+    confidence: torch.Tensor,  # [*b, g], c_k, in [0, 1]
+) -> torch.Tensor:  # [*b, g], non-increasing along the slots
+    """a_k = c_0 * ... * c_k (section 3.2.1)."""
     return confidence.cumprod(dim=-1)
 
 
@@ -240,14 +235,7 @@ def _lengths(survival: np.ndarray, count: int) -> torch.Tensor:
 
 
 def mean_survival(conditional_acceptance: Sequence[float]) -> tuple[float, ...]:
-    """Prefix survival from the acceptance of each slot given those before it.
-
-    Args:
-        conditional_acceptance (`Sequence[float]`): P(slot k accepted | all before it were).
-
-    Returns:
-        `tuple[float, ...]`
-    """
+    """Prefix survival from the acceptance of each slot given those before it."""
     survival, product = [], 1.0
     for rate in conditional_acceptance:
         product *= rate

@@ -148,23 +148,8 @@ def sweep(
     schedulers: dict[str, Callable[[], Scheduler | None]],
     request_counts: Sequence[int],
     num_rounds: int | None = None,
-) -> list[LoadReport]:
-    """[`simulate_load`] for every policy and every number of requests.
-
-    Args:
-        rounds (`Sequence[Sequence[RoundRecord]]`): See [`simulate_load`].
-        curve (`SPSCurve`): Round times.
-        schedulers (`dict[str, Callable]`):
-            Name -> a function that makes a fresh scheduler, or `None` to decode without drafts.
-        request_counts (`Sequence[int]`): Values of R.
-        num_rounds (`int`, *optional*): Rounds to replay each time.
-
-    Returns:
-        `list[LoadReport]`: policy by policy, each in the order of `request_counts`.
-
-    Raises:
-        ValueError: See [`simulate_load`].
-    """
+) -> list[LoadReport]:  # policy by policy, each in the order of `request_counts`
+    """[`simulate_load`] for every policy and every number of requests."""
     return [
         simulate_load(rounds, curve, make_scheduler(), num_requests, num_rounds, policy)
         for policy, make_scheduler in schedulers.items()
@@ -172,16 +157,8 @@ def sweep(
     ]
 
 
-def full_blocks(records: Iterable[RoundRecord], num_slots: int) -> list[RoundRecord]:
-    """Leave out what cannot be replayed: blocks cut short, and rounds that did not judge every slot they reached.
-
-    Args:
-        records (`Iterable[RoundRecord]`): The rounds of one text.
-        num_slots (`int`): g, `draft.config.num_draft_slots`.
-
-    Returns:
-        `list[RoundRecord]`, in order.
-    """
+def full_blocks(records: Iterable[RoundRecord], num_slots: int) -> list[RoundRecord]:  # in order
+    """Leave out what cannot be replayed: blocks cut short, and rounds that did not judge every slot they reached."""
     return [record for record in records if record.is_full_block(num_slots)]
 
 

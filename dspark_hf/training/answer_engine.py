@@ -54,45 +54,27 @@ class SamplingSettings:
 
 @dataclass(frozen=True)
 class RowRequest:
-    """A prompt to answer.
+    """A prompt to answer."""
 
-    Args:
-        key (`Any`): Comes back with the answer.
-        prompt_ids (`tuple[int, ...]`): Tokens, at least one.
-    """
-
-    key: Any
-    prompt_ids: tuple[int, ...]
+    key: Any  # comes back with the answer
+    prompt_ids: tuple[int, ...]  # tokens, at least one
 
 
 @dataclass(frozen=True)
 class RowAnswer:
-    """An answer.
+    """An answer."""
 
-    Args:
-        key (`Any`): Of the request.
-        token_ids (`tuple[int, ...]`): New tokens, the end token included where there was one.
-        finish_reason (`str`): `"stop"` or `"length"`.
-    """
-
-    key: Any
-    token_ids: tuple[int, ...]
-    finish_reason: str
+    key: Any  # of the request
+    token_ids: tuple[int, ...]  # new tokens, the end token included where there was one
+    finish_reason: str  # `"stop"` or `"length"`
 
 
 def sample_rows(
-    logits: torch.Tensor, settings: SamplingSettings, generator: torch.Generator | None = None
-) -> torch.Tensor:
-    """One token per row, by temperature, top-k, then top-p inside the top k.
-
-    Args:
-        logits (`torch.Tensor` of shape `(R, V)`): Raw logits.
-        settings (`SamplingSettings`): How.
-        generator (`torch.Generator`, *optional*): Source of randomness, on the logits' device.
-
-    Returns:
-        `torch.LongTensor` of shape `(R,)`.
-    """
+    logits: torch.Tensor,  # [R, V], raw logits
+    settings: SamplingSettings,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:  # [R]
+    """One token per row, by temperature, top-k, then top-p inside the top k."""
     best = logits.topk(1 if settings.temperature == 0 else min(settings.top_k, logits.shape[-1]), dim=-1)
     if settings.temperature == 0:
         return best.indices[:, 0]
@@ -103,26 +85,14 @@ def sample_rows(
 
 
 class RowGenerator:
-    """Answers requests in R rows that are refilled as they end.
-
-    Args:
-        target (`PreTrainedModel`): A decoder-only target; while [`run`] runs, it attends by
-            [`packed_attention`].
-        settings (`SamplingSettings`): How answers are sampled.
-        eos_token_ids (`frozenset[int]`): Tokens that end an answer.
-        num_rows (`int`, *optional*, defaults to 64): R.
-
-    Raises:
-        NotImplementedError: If the target has other layers than those with full or sliding attention.
-        ValueError: If a sampling setting is `None`.
-    """
+    """Answers requests in R rows that are refilled as they end."""
 
     def __init__(
         self,
-        target: PreTrainedModel,
-        settings: SamplingSettings,
-        eos_token_ids: frozenset[int],
-        num_rows: int = 64,
+        target: PreTrainedModel,  # a decoder-only target; while `run` runs, it attends by `packed_attention`
+        settings: SamplingSettings,  # how answers are sampled
+        eos_token_ids: frozenset[int],  # tokens that end an answer
+        num_rows: int = 64,  # R
     ):
         unset = [name for name, value in asdict(settings).items() if value is None]
         if unset:
@@ -138,15 +108,8 @@ class RowGenerator:
         self.current = [0] * num_rows  # the last token of each row
 
     @torch.inference_mode()
-    def run(self, requests: Iterable[RowRequest]) -> Iterator[RowAnswer]:
-        """Answer all requests.
-
-        Args:
-            requests (`Iterable[RowRequest]`): Prompts of at least one token.
-
-        Returns:
-            `Iterator[RowAnswer]`, in the order in which answers end.
-        """
+    def run(self, requests: Iterable[RowRequest]) -> Iterator[RowAnswer]:  # in the order in which answers end
+        """Answer all requests."""
         waiting = iter(requests)
         exhausted = False
         with attention_packed(self.target):

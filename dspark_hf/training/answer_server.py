@@ -33,52 +33,30 @@ SENTENCE_FIELDS = ("error", "message", "detail", "msg", "errors", "error_descrip
 
 @dataclass(frozen=True)
 class Refusal:
-    """A request that a server calls wrong.
+    """A request that a server calls wrong."""
 
-    Args:
-        status (`int`): The HTTP status, 4xx.
-        reason (`str`): The server's own words.
-    """
-
-    status: int
-    reason: str
+    status: int  # the HTTP status, 4xx
+    reason: str  # the server's own words
 
 
 @dataclass(frozen=True)
 class ServerAnswer:
-    """An answer.
+    """An answer."""
 
-    Args:
-        message (`dict[str, Any]`): The assistant's turn, with `reasoning_content` and `tool_calls` where it has any.
-        finish_reason (`str`): Why it ended.
-    """
-
-    message: dict[str, Any]
-    finish_reason: str
+    message: dict[str, Any]  # the assistant's turn, with `reasoning_content` and `tool_calls` where it has any
+    finish_reason: str  # why it ended
 
 
 @dataclass(frozen=True)
 class AnswerServer:
-    """An OpenAI-compatible server, and how it is asked.
+    """An OpenAI-compatible server, and how it is asked."""
 
-    Args:
-        url (`str`): Base URL.
-        model (`str`): Name of the target there.
-        sampling (`SamplingSettings`): How answers are sampled; what is `None` is left to the server.
-        enable_thinking (`bool`, *optional*): The chat template's thinking switch.
-        retries (`int`, *optional*, defaults to 5): Further tries after a failure that may pass, with growing pauses.
-        api_key (`str`, *optional*): Sent as a bearer token.
-
-    Raises:
-        ValueError: If `retries` is below 0, or the address is none of HTTP.
-    """
-
-    url: str
-    model: str
-    sampling: SamplingSettings
-    enable_thinking: bool | None = None
-    retries: int = 5
-    api_key: str | None = None
+    url: str  # base URL
+    model: str  # name of the target there
+    sampling: SamplingSettings  # how answers are sampled; what is None is left to the server
+    enable_thinking: bool | None = None  # the chat template's thinking switch
+    retries: int = 5  # further tries after a failure that may pass, with growing pauses
+    api_key: str | None = None  # sent as a bearer token
 
     def __post_init__(self) -> None:
         if self.retries < 0:
@@ -88,7 +66,7 @@ class AnswerServer:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """`dict[str, Any]`: What every request says beside its conversation."""
+        """What every request says beside its conversation."""
         sampling = asdict(self.sampling)
         body = {"model": self.model, "max_tokens": sampling.pop("max_new_tokens")}
         body |= {name: value for name, value in sampling.items() if value is not None}
@@ -97,18 +75,7 @@ class AnswerServer:
         return body
 
     def ask(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> ServerAnswer | Refusal:
-        """One answer.
-
-        Args:
-            messages (`Sequence[dict[str, Any]]`): The turns before it.
-            tools (`Sequence[dict[str, Any]]`, *optional*, defaults to `()`): Tools offered to the target.
-
-        Returns:
-            [`ServerAnswer`] or [`Refusal`]
-
-        Raises:
-            RuntimeError: If the key or the address is wrong, or the server keeps failing.
-        """
+        """One answer."""
         body = self.arguments | {"messages": [_for_server(turn) for turn in messages]}
         if tools:
             body["tools"] = list(tools)

@@ -166,30 +166,15 @@ def write_answers(
 def write_self_prompts(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    num_prompts: int,
+    num_prompts: int,  # rows wanted in `output`, the ones it has included
     output: Path,
-    settings: PrepareSettings,
+    settings: PrepareSettings,  # recorded beside it; a temperature of 1 gives variety
     starts: Sequence[str] = ("",),
     num_rows: int = 64,
-    on_row: Callable[[dict[str, Any]], None] | None = None,
-    on_skip: Callable[[], None] | None = None,
+    on_row: Callable[[dict[str, Any]], None] | None = None,  # called with each finished row
+    on_skip: Callable[[], None] | None = None,  # called for each of the rows wanted that `output` has
 ) -> int:
-    """Let an instruct target write prompts: it continues the header of a user's turn, to the end of that turn.
-
-    Args:
-        target (`PreTrainedModel`): The model to train a draft for.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-        num_prompts (`int`): Rows wanted in `output`, the ones it has included.
-        output (`Path`): JSON Lines file of `messages`.
-        settings (`PrepareSettings`): Recorded beside it; a temperature of 1 gives variety.
-        starts (`Sequence[str]`, *optional*): Words that turns begin with, in turn, to steer their kind.
-        num_rows (`int`, *optional*, defaults to 64): Prompts written at once.
-        on_row (`Callable`, *optional*): Called with each finished row.
-        on_skip (`Callable`, *optional*): Called for each of the rows wanted that `output` has.
-
-    Returns:
-        `int`: Rows added; fewer than wanted where the target keeps repeating itself.
-    """
+    """Let an instruct target write prompts: it continues the header of a user's turn, to the end of that turn."""
     on_row, on_skip = on_row or _do_nothing, on_skip or _do_nothing
     header, end_tokens = user_turn(target, tokenizer)
     file = DataFile(output, settings)
@@ -228,11 +213,11 @@ def write_answers_from_server(
     model: str,
     prompts: Iterable[PromptRow],
     output: Path,
-    settings: PrepareSettings,
+    settings: PrepareSettings,  # recorded beside it; sampling arguments that are None are not sent
     concurrency: int = 16,
     retries: int = 5,
     api_key: str | None = None,
-    on_row: Callable[[dict[str, Any]], None] | None = None,
+    on_row: Callable[[dict[str, Any]], None] | None = None,  # called with each finished row
     on_skip: Callable[[], None] | None = None,
     left_out: LeftOut | None = None,
     ask_refused: bool = False,
@@ -241,27 +226,6 @@ def write_answers_from_server(
 
     Rows have no token ids; training encodes them with the target's template. A prompt that the server refuses (4xx)
     is recorded in `NAME.refused.jsonl` beside `output`, and not asked again by a later run.
-
-    Args:
-        url (`str`): Base URL, `http://localhost:8000/v1` for example.
-        model (`str`): Name of the target at the server.
-        prompts (`Iterable[PromptRow]`): Prompts; those already answered in `output` are skipped.
-        output (`Path`): JSON Lines file of `messages`, `finish_reason`, `source`, and `tools` where there are any.
-        settings (`PrepareSettings`): Recorded beside it; sampling arguments that are `None` are not sent.
-        concurrency (`int`, *optional*, defaults to 16): Requests in flight.
-        retries (`int`, *optional*, defaults to 5): Further tries after a failure, with growing pauses.
-        api_key (`str`, *optional*): Sent as a bearer token.
-        on_row (`Callable`, *optional*): Called with each finished row.
-        on_skip (`Callable`, *optional*): Called for each prompt that gets no row: answered, repeated or refused.
-        left_out (`LeftOut`, *optional*): Rows that were left out before.
-        ask_refused (`bool`, *optional*, defaults to `False`): Ask again what the server refused in an earlier run.
-
-    Returns:
-        `int`: Rows added.
-
-    Raises:
-        RuntimeError: If the server keeps failing, or refuses every request; rows so far are kept.
-        ValueError: If `output` was made with other settings, or every prompt was refused.
     """
     server = AnswerServer(url, model, settings.sampling, settings.enable_thinking, retries, api_key)
     file = DataFile(output, settings)

@@ -16,37 +16,21 @@ import torch
 class AnchorBlocks:
     """Blocks to train on, and their labels.
 
-    Args:
-        positions (`torch.LongTensor` of shape `(b, n)`): Anchor positions; 0 for dummies.
-        keep_mask (`torch.BoolTensor` of shape `(b, n)`): False for dummies, which no loss counts.
-        label_ids (`torch.LongTensor` of shape `(b, n, g)`): Token that slot k predicts, at position anchor + 1 + k.
-        label_mask (`torch.BoolTensor` of shape `(b, n, g)`):
-            True while every position from anchor + 1 on lies inside the sequence and inside a response.
+    `label_mask`: True while every position from anchor + 1 on lies inside the sequence and inside a response.
     """
 
-    positions: torch.Tensor
-    keep_mask: torch.Tensor
-    label_ids: torch.Tensor
-    label_mask: torch.Tensor
+    positions: torch.Tensor  # [b, n], anchor positions; 0 for dummies
+    keep_mask: torch.Tensor  # [b, n], False for dummies, which no loss counts
+    label_ids: torch.Tensor  # [b, n, g], token that slot k predicts, at position anchor + 1 + k
+    label_mask: torch.Tensor  # [b, n, g]
 
 
 def sample_anchors(
-    loss_mask: torch.Tensor, num_anchors: int, generator: torch.Generator | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw anchors without replacement; an anchor and the token after it must both be response tokens.
-
-    Args:
-        loss_mask (`torch.BoolTensor` of shape `(b, s)`): True at response tokens.
-        num_anchors (`int`): Most anchors per sequence.
-        generator (`torch.Generator`, *optional*): Source of randomness, on the CPU.
-
-    Returns:
-        `tuple`: positions `(b, n)` in ascending order and keep mask `(b, n)`, n <= num_anchors: no wider than the row
-        with most candidates needs; rows with fewer end in dummies.
-
-    Raises:
-        ValueError: If `num_anchors` < 1.
-    """
+    loss_mask: torch.Tensor,  # [b, s], True at response tokens
+    num_anchors: int,
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # positions [b, n] in ascending order and keep mask [b, n], n <= num_anchors
+    """Draw anchors without replacement; an anchor and the token after it must both be response tokens."""
     if num_anchors < 1:
         raise ValueError(f"`num_anchors` must be >= 1, got {num_anchors}.")
     candidates = torch.zeros_like(loss_mask, dtype=torch.bool)
@@ -61,20 +45,13 @@ def sample_anchors(
 
 
 def label_blocks(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, positions: torch.Tensor, keep_mask: torch.Tensor, block_size: int
+    input_ids: torch.Tensor,  # [b, s]
+    loss_mask: torch.Tensor,  # [b, s], True at response tokens
+    positions: torch.Tensor,  # [b, n], anchor positions
+    keep_mask: torch.Tensor,  # [b, n], False for dummies
+    block_size: int,
 ) -> AnchorBlocks:
-    """Labels of the blocks at given anchors.
-
-    Args:
-        input_ids (`torch.LongTensor` of shape `(b, s)`): The sequences.
-        loss_mask (`torch.BoolTensor` of shape `(b, s)`): True at response tokens.
-        positions (`torch.LongTensor` of shape `(b, n)`): Anchor positions.
-        keep_mask (`torch.BoolTensor` of shape `(b, n)`): False for dummies.
-        block_size (`int`): Slots per block, g.
-
-    Returns:
-        [`AnchorBlocks`]
-    """
+    """Labels of the blocks at given anchors."""
     b, s = input_ids.shape
     slots = torch.arange(1, block_size + 1, device=positions.device)
     at = positions.unsqueeze(-1) + slots  # [b, n, g]
@@ -85,46 +62,28 @@ def label_blocks(
     return AnchorBlocks(positions, keep_mask, label_ids, counted.long().cumprod(dim=-1).bool())
 
 
-def block_input_ids(input_ids: torch.Tensor, blocks: AnchorBlocks, mask_token_id: int) -> torch.Tensor:
-    """Tokens the draft reads: each anchor and its masks.
-
-    Args:
-        input_ids (`torch.LongTensor` of shape `(b, s)`): The sequences.
-        blocks (`AnchorBlocks`): The blocks.
-        mask_token_id (`int`): The mask.
-
-    Returns:
-        `torch.LongTensor` of shape `(b, n, g)`.
-    """
+def block_input_ids(
+    input_ids: torch.Tensor,  # [b, s]
+    blocks: AnchorBlocks,
+    mask_token_id: int,
+) -> torch.Tensor:  # [b, n, g]
+    """Tokens the draft reads: each anchor and its masks."""
     ids = torch.full_like(blocks.label_ids, mask_token_id)
     ids[..., 0] = input_ids.gather(1, blocks.positions)
     return ids
 
 
-def previous_ids(input_ids: torch.Tensor, blocks: AnchorBlocks) -> torch.Tensor:
-    """Tokens before each slot, from the text itself (teacher forcing): the anchor, then the labels.
-
-    Args:
-        input_ids (`torch.LongTensor` of shape `(b, s)`): The sequences.
-        blocks (`AnchorBlocks`): The blocks.
-
-    Returns:
-        `torch.LongTensor` of shape `(b, n, g)`.
-    """
+def previous_ids(
+    input_ids: torch.Tensor,  # [b, s]
+    blocks: AnchorBlocks,
+) -> torch.Tensor:  # [b, n, g]
+    """Tokens before each slot, from the text itself (teacher forcing): the anchor, then the labels."""
     anchors = input_ids.gather(1, blocks.positions).unsqueeze(-1)
     return torch.cat([anchors, blocks.label_ids[..., :-1]], dim=-1)
 
 
-def block_position_ids(blocks: AnchorBlocks, sequence_length: int) -> torch.Tensor:
-    """Positions of the context, then of all blocks.
-
-    Args:
-        blocks (`AnchorBlocks`): The blocks.
-        sequence_length (`int`): s.
-
-    Returns:
-        `torch.LongTensor` of shape `(b, s + q)`.
-    """
+def block_position_ids(blocks: AnchorBlocks, sequence_length: int) -> torch.Tensor:  # [b, s + q]
+    """Positions of the context, then of all blocks."""
     b, _, g = blocks.label_ids.shape
     device = blocks.positions.device
     context = torch.arange(sequence_length, device=device).expand(b, -1)
@@ -134,18 +93,8 @@ def block_position_ids(blocks: AnchorBlocks, sequence_length: int) -> torch.Tens
 
 def block_attention_mask(
     blocks: AnchorBlocks, sequence_length: int, sliding_window: int | None = None, causal_in_block: bool = False
-) -> torch.Tensor:
-    """What each slot sees: the context strictly before its anchor, and its own block.
-
-    Args:
-        blocks (`AnchorBlocks`): The blocks.
-        sequence_length (`int`): s.
-        sliding_window (`int`, *optional*): Context tokens before the anchor that are seen; all of them by default.
-        causal_in_block (`bool`, *optional*, defaults to `False`): Whether a slot sees no later slot.
-
-    Returns:
-        `torch.BoolTensor` of shape `(b, 1, q, s + q)`, True = visible. Dummies see their own block only.
-    """
+) -> torch.Tensor:  # [b, 1, q, s + q], True = visible; dummies see their own block only
+    """What each slot sees: the context strictly before its anchor, and its own block."""
     b, n, g = blocks.label_ids.shape
     device = blocks.positions.device
     anchors = torch.where(blocks.keep_mask, blocks.positions, 0).repeat_interleave(g, dim=1).unsqueeze(-1)  # [b, q, 1]

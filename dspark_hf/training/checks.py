@@ -37,15 +37,7 @@ _COUNTS = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradien
 
 
 def refuse_options(arguments: TrainingArguments) -> None:
-    """Refuse options that cannot work, or that would silently do nothing.
-
-    Args:
-        arguments (`TrainingArguments`): As they were given, before transformers reads them.
-
-    Raises:
-        NotImplementedError: With the option, its value, and why.
-        ValueError: If a count is below 1.
-    """
+    """Refuse options that cannot work, or that would silently do nothing."""
     for name, reason in _UNUSABLE.items():
         value = getattr(arguments, name, None)
         if value or (name == "neftune_noise_alpha" and value is not None):
@@ -58,14 +50,7 @@ def refuse_options(arguments: TrainingArguments) -> None:
 
 
 def check_run(arguments: TrainingArguments) -> None:
-    """Refuse a run whose options would fail only later: on the Hub, in the optimizer, or in the schedule.
-
-    Args:
-        arguments (`TrainingArguments`): The run's.
-
-    Raises:
-        ValueError: With the option and the remedy.
-    """
+    """Refuse a run whose options would fail only later: on the Hub, in the optimizer, or in the schedule."""
     if arguments.push_to_hub and not (arguments.hub_token or get_token()):
         raise ValueError(
             "`push_to_hub` needs a token, got none. Log in with `hf auth login`, or set `hub_token`; without the "
@@ -99,15 +84,7 @@ def check_run(arguments: TrainingArguments) -> None:
 
 
 def check_token_ids(sequences: Sequence[TrainingSequence], vocab_size: int) -> None:
-    """Refuse data with tokens that the target does not have.
-
-    Args:
-        sequences (`Sequence[TrainingSequence]`): The data.
-        vocab_size (`int`): Rows of the target's embedding.
-
-    Raises:
-        ValueError: With such a token, and where it is.
-    """
+    """Refuse data with tokens that the target does not have."""
     for number, sequence in enumerate(sequences):
         lowest, highest = min(sequence.input_ids, default=0), max(sequence.input_ids, default=0)
         if lowest < 0 or highest >= vocab_size:
@@ -119,16 +96,7 @@ def check_token_ids(sequences: Sequence[TrainingSequence], vocab_size: int) -> N
 
 
 def check_weights(model: nn.Module, what: str, remedy: str) -> None:
-    """Refuse weights that are NaN or infinite.
-
-    Args:
-        model (`nn.Module`): The model; quantised and offloaded weights are not read.
-        what (`str`): What it is, for the message.
-        remedy (`str`): What to do, a sentence.
-
-    Raises:
-        ValueError: With the first such weight.
-    """
+    """Refuse weights that are NaN or infinite."""
     for name, weight in model.named_parameters():
         is_readable = weight.is_floating_point() and weight.dtype.itemsize > 1 and weight.device.type != "meta"
         if is_readable and not weight.detach().isfinite().all():
@@ -136,14 +104,7 @@ def check_weights(model: nn.Module, what: str, remedy: str) -> None:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Refuse to go on from weights that are NaN or infinite.
-
-    Args:
-        folder (`Path`): A checkpoint of a run.
-
-    Raises:
-        ValueError: With the first such weight.
-    """
+    """Refuse to go on from weights that are NaN or infinite."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
@@ -157,14 +118,7 @@ def check_checkpoint(folder: Path) -> None:
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint that no kill cut short: the trainer's state is written last.
-
-    Args:
-        output_dir (`str` or `Path`): Folder of a run.
-
-    Returns:
-        `Path` or `None`
-    """
+    """The newest checkpoint that no kill cut short: the trainer's state is written last."""
     steps = {}
     for folder in Path(output_dir).glob("checkpoint-*"):
         number, state = folder.name.removeprefix("checkpoint-"), folder / TRAINER_STATE_NAME
@@ -174,14 +128,7 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
 
 
 def check_can_go_on(checkpoint: Path) -> None:
-    """Refuse a checkpoint without an optimizer: what comes after it would be another run.
-
-    Args:
-        checkpoint (`Path`): A checkpoint of a run.
-
-    Raises:
-        ValueError: If the optimizer's state was not saved.
-    """
+    """Refuse a checkpoint without an optimizer: what comes after it would be another run."""
     if not (checkpoint / OPTIMIZER_NAME).is_file():
         raise ValueError(
             f"{checkpoint} was saved without the state of its optimizer (`save_only_model`), so its run cannot go on. "

@@ -30,30 +30,14 @@ MIN_ANSWER_TOKENS = 2
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """One answered conversation.
+    """One answered conversation."""
 
-    Args:
-        input_ids (`tuple[int, ...]`): Prompt and answer.
-        num_prompt_tokens (`int`): Leading tokens that are no answer.
-    """
-
-    input_ids: tuple[int, ...]
-    num_prompt_tokens: int
+    input_ids: tuple[int, ...]  # prompt and answer
+    num_prompt_tokens: int  # leading tokens that are no answer
 
 
 def read_rows(paths: Iterable[Path], left_out: LeftOut | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of JSON Lines files.
-
-    Args:
-        paths (`Iterable[Path]`): Files.
-        left_out (`LeftOut`, *optional*): Takes lines that are no JSON object; without it, they are errors.
-
-    Returns:
-        `Iterator` of `(place, row)`, the place being `file:line` for messages.
-
-    Raises:
-        ValueError: If a file has no rows, or a line is not a JSON object; file and line are named.
-    """
+    """Rows of JSON Lines files."""
     for path in paths:
         count = 0
         for row in read_json_lines(path):
@@ -78,21 +62,7 @@ def encode_row(
     enable_thinking: bool | None = None,
     end_ids: Collection[int] = (),
 ) -> TrainingSequence:
-    """Tokens of an answered row; the ones that the target wrote where the row has them.
-
-    Args:
-        place (`str`): Where the row stands, for messages.
-        row (`dict[str, Any]`): With `prompt_ids` and `answer_ids`, or `messages` whose last is the assistant's.
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        enable_thinking (`bool`, *optional*): The chat template's thinking switch.
-        end_ids (`Collection[int]`, *optional*, defaults to `()`): Tokens that the target's `generate` stops at.
-
-    Returns:
-        [`TrainingSequence`]
-
-    Raises:
-        ValueError: If the row holds no answer, or the chat template does not say how the target would write it.
-    """
+    """Tokens of an answered row; the ones that the target wrote where the row has them."""
     try:
         return _encoded(row, tokenizer, enable_thinking, end_ids)
     except ValueError as error:
@@ -104,21 +74,8 @@ def encode_rows(
     tokenizer: PreTrainedTokenizerBase,
     enable_thinking: bool | None = None,
     end_ids: Collection[int] = (),
-) -> list[TrainingSequence]:
-    """Sequences of files of answered rows; rows that cannot be used are left out, and named in the log.
-
-    Args:
-        paths (`Iterable[Path]`): JSON Lines files.
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        enable_thinking (`bool`, *optional*): The chat template's thinking switch.
-        end_ids (`Collection[int]`, *optional*, defaults to `()`): Tokens that the target's `generate` stops at.
-
-    Returns:
-        `list[TrainingSequence]`, at least one.
-
-    Raises:
-        ValueError: If no row can be used, with the first reasons, or a file has no rows.
-    """
+) -> list[TrainingSequence]:  # at least one
+    """Sequences of files of answered rows; rows that cannot be used are left out, and named in the log."""
     left_out, sequences = LeftOut(), []
     for place, row in read_rows(paths, left_out):
         try:
@@ -194,20 +151,8 @@ def find_mask_token_id(
 
 def choose_vocabulary(
     sequences: Sequence[TrainingSequence], size: int, always: Collection[int] = ()
-) -> tuple[list[int], float]:
-    """The most frequent answer tokens, for a reduced draft vocabulary.
-
-    Args:
-        sequences (`Sequence[TrainingSequence]`): Training data.
-        size (`int`): Tokens to keep.
-        always (`Collection[int]`, *optional*): Tokens kept in any case, the end token for example.
-
-    Returns:
-        `tuple`: ascending token ids, and the share of answer tokens they cover, in [0, 1].
-
-    Raises:
-        ValueError: If the answers have fewer different tokens than `size`, or `always` has more.
-    """
+) -> tuple[list[int], float]:  # ascending token ids, and the share of answer tokens they cover, in [0, 1]
+    """The most frequent answer tokens, for a reduced draft vocabulary."""
     counts = Counter(token for sequence in sequences for token in sequence.input_ids[sequence.num_prompt_tokens :])
     kept = list(dict.fromkeys([*always, *(token for token, _ in counts.most_common())]))[:size]
     if not set(always) <= set(kept):
@@ -224,15 +169,7 @@ def choose_vocabulary(
 
 
 class SequenceDataset(Dataset):
-    """Sequences, cut to a length; those whose answer is too short to hold an anchor are left out.
-
-    Args:
-        sequences (`Sequence[TrainingSequence]`): The data.
-        max_length (`int`): Longest sequence, in tokens; the end is cut off.
-
-    Raises:
-        ValueError: If no sequence is left.
-    """
+    """Sequences, cut to a length; those whose answer is too short to hold an anchor are left out."""
 
     def __init__(self, sequences: Sequence[TrainingSequence], max_length: int):
         cut = [TrainingSequence(q.input_ids[:max_length], q.num_prompt_tokens) for q in sequences]
@@ -249,7 +186,7 @@ class SequenceDataset(Dataset):
 
     @property
     def lengths(self) -> list[int]:
-        """`list[int]`: Tokens of each sequence."""
+        """Tokens of each sequence."""
         return [len(sequence.input_ids) for sequence in self.sequences]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -262,16 +199,10 @@ class SequenceDataset(Dataset):
         }
 
 
-def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Right-pad rows to a batch. Padding lies behind every anchor, so no mask is needed to hide it.
-
-    Args:
-        rows (`Sequence[dict[str, Any]]`): From [`SequenceDataset`].
-
-    Returns:
-        `dict[str, torch.Tensor]`: `input_ids` `(b, s)`, `loss_mask` `(b, s)` (True at answer tokens), `row_ids`
-        `(b,)`.
-    """
+def collate(
+    rows: Sequence[dict[str, Any]],
+) -> dict[str, torch.Tensor]:  # `input_ids` [b, s], `loss_mask` [b, s] (True at answer tokens), `row_ids` [b]
+    """Right-pad rows to a batch. Padding lies behind every anchor, so no mask is needed to hide it."""
     s = max(len(row["input_ids"]) for row in rows)
     input_ids = torch.zeros(len(rows), s, dtype=torch.long)
     loss_mask = torch.zeros(len(rows), s, dtype=torch.bool)
@@ -284,31 +215,19 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class TargetFeatures:
-    """What the frozen target says about a batch; O(d) per token, never O(V).
+    """What the frozen target says about a batch; O(d) per token, never O(V)."""
 
-    Args:
-        context_hidden_states (`torch.Tensor` of shape `(b, s, m * d)`): Outputs of the captured layers, concatenated.
-        last_hidden_states (`torch.Tensor` of shape `(b, s, d)`): After the final norm, input of the LM head.
-    """
-
-    context_hidden_states: torch.Tensor
-    last_hidden_states: torch.Tensor
+    context_hidden_states: torch.Tensor  # [b, s, m * d], outputs of the captured layers, concatenated
+    last_hidden_states: torch.Tensor  # [b, s, d], after the final norm, input of the LM head
 
 
 @torch.no_grad()
 def target_features(
-    target: PreTrainedModel, input_ids: torch.Tensor, target_layer_ids: Sequence[int]
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,  # [b, s]
+    target_layer_ids: Sequence[int],
 ) -> TargetFeatures:
-    """Run the target, without its LM head, over a right-padded batch.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        input_ids (`torch.LongTensor` of shape `(b, s)`): The batch.
-        target_layer_ids (`Sequence[int]`): Layers to capture, as in [`DSparkConfig`].
-
-    Returns:
-        [`TargetFeatures`]
-    """
+    """Run the target, without its LM head, over a right-padded batch."""
     outputs = backbone_of(target)(
         input_ids=input_ids.to(target.device),
         output_hidden_states=hidden_states_of(target_layer_ids),

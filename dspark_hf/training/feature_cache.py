@@ -34,15 +34,8 @@ _SAYS_NOTHING = re.compile(
 _TOLERANCE, _TOLERATED_ROUNDINGS = 1e-2, 8
 
 
-def target_fingerprint(target: PreTrainedModel) -> str:
-    """Hash that tells targets of one shape apart, fine-tuned ones too: the architecture, and values of every weight.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-
-    Returns:
-        `str`: SHA-256 in hex.
-    """
+def target_fingerprint(target: PreTrainedModel) -> str:  # SHA-256 in hex
+    """Hash that tells targets of one shape apart, fine-tuned ones too: architecture, and values of every weight."""
     digest = hashlib.sha256(type(target).__name__.encode())
     for name, parameter in target.named_parameters():
         if parameter.device.type == "meta":  # offloaded
@@ -80,30 +73,17 @@ def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 class FeatureCache(Dataset):
     """The rows of a [`SequenceDataset`] with their target features, computed once and kept in a folder.
 
-    Args:
-        folder (`Path`): Where the shards are; continued if a killed run left some.
-        dataset (`SequenceDataset`): The sequences.
-        target (`PreTrainedModel`): The target.
-        target_layer_ids (`Sequence[int]`): Layers to capture.
-        shard_size (`int`, *optional*, defaults to 64): Sequences per file.
-        batch_size (`int`, *optional*, defaults to 8): Sequences per forward of the target.
-        on_shard (`Callable`, *optional*): Called with (shards done, shards in all) after each shard.
-
-    Raises:
-        ValueError: If the folder was made by another target (other weights, another config, or other hidden states of
-            the shortest and the longest sequence), other layers or other sequences, if a shard is damaged, or if a
-            hidden state is not finite.
-        OSError: If a shard cannot be written; the shards before it stay valid.
+    `on_shard`: called with (shards done, shards in all) after each shard.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path,  # where the shards are; continued if a killed run left some
         dataset: SequenceDataset,
         target: PreTrainedModel,
-        target_layer_ids: Sequence[int],
-        shard_size: int = 64,
-        batch_size: int = 8,
+        target_layer_ids: Sequence[int],  # layers to capture
+        shard_size: int = 64,  # sequences per file
+        batch_size: int = 8,  # sequences per forward of the target
         on_shard: Callable[[int, int], None] | None = None,
     ):
         self.folder, self.dataset, self.shard_size = Path(folder), dataset, shard_size
@@ -139,7 +119,7 @@ class FeatureCache(Dataset):
 
     @property
     def lengths(self) -> list[int]:
-        """`list[int]`: Tokens of each sequence, known without reading a feature."""
+        """Tokens of each sequence, known without reading a feature."""
         return self.dataset.lengths
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -233,29 +213,17 @@ class FeatureCache(Dataset):
         os.replace(manifest, self.folder / "manifest.json")
 
 
-def collate_features(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """[`collate`], with the features of cached rows.
-
-    Args:
-        rows (`Sequence[dict[str, Any]]`): From [`FeatureCache`].
-
-    Returns:
-        `dict[str, torch.Tensor]`: as [`collate`], and `context` `(b, s, m * d)` and `last` `(b, s, d)`.
-    """
+def collate_features(
+    rows: Sequence[dict[str, Any]],
+) -> dict[str, torch.Tensor]:  # as `collate`, and `context` [b, s, m * d] and `last` [b, s, d]
+    """[`collate`], with the features of cached rows."""
     pad = torch.nn.utils.rnn.pad_sequence
     features = {name: pad([row[name] for row in rows], batch_first=True) for name in ("context", "last")}
     return collate(rows) | features
 
 
 def cached_features(inputs: dict[str, torch.Tensor]) -> TargetFeatures | None:
-    """The features of a batch, if it was made from a cache.
-
-    Args:
-        inputs (`dict[str, torch.Tensor]`): A batch.
-
-    Returns:
-        [`TargetFeatures`] or `None`.
-    """
+    """The features of a batch, if it was made from a cache."""
     if "context" not in inputs:
         return None
     return TargetFeatures(inputs["context"], inputs["last"])

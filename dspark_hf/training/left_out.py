@@ -20,26 +20,14 @@ class LeftOut:
         self.reasons: dict[str, str] = {}  # reason -> the first place that has it
 
     def add(self, place: str, reason: str) -> None:
-        """Leave a row out, and name it in the log.
-
-        Args:
-            place (`str`): File and line.
-            reason (`str`): What is wrong.
-        """
+        """Leave a row out, and name it in the log."""
         self.count += 1
         self.reasons.setdefault(reason, place)
         if self.count <= NUM_NAMED:
             logger.warning(f"{place}: {reason} The row is left out.")
 
     def finish(self, num_good: int) -> None:
-        """Log how many rows were left out.
-
-        Args:
-            num_good (`int`): Rows that were not.
-
-        Raises:
-            ValueError: If there is no good row, with the first reasons.
-        """
+        """Log how many rows were left out."""
         if not self.count:
             return
         if not num_good:

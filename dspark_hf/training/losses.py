@@ -15,19 +15,12 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class LossSums:
-    """Weighted sums of the loss terms over slots; they add up across chunks, sequences and processes.
+    """Weighted sums of the loss terms over slots; they add up across chunks, sequences and processes."""
 
-    Args:
-        cross_entropy (`torch.Tensor`): Sum of w * CE (Eq 9); scalar, fp32.
-        total_variation (`torch.Tensor`): Sum of w * L1, which is twice the total variation (Eq 10).
-        confidence (`torch.Tensor`): Sum of w * BCE of the confidence (Eq 11); zero without a confidence head.
-        weight (`torch.Tensor`): Sum of w.
-    """
-
-    cross_entropy: torch.Tensor
-    total_variation: torch.Tensor
-    confidence: torch.Tensor
-    weight: torch.Tensor
+    cross_entropy: torch.Tensor  # sum of w * CE (Eq 9); scalar, fp32
+    total_variation: torch.Tensor  # sum of w * L1, which is twice the total variation (Eq 10)
+    confidence: torch.Tensor  # sum of w * BCE of the confidence (Eq 11); zero without a confidence head
+    weight: torch.Tensor  # sum of w
 
     def __add__(self, other: LossSums) -> LossSums:
         return LossSums(
@@ -40,64 +33,33 @@ class LossSums:
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the three terms in Eq 12.
+    """Weights of the three terms in Eq 12."""
 
-    Args:
-        cross_entropy (`float`, *optional*, defaults to 0.1): Needed early: from a cold start L1 alone hardly moves.
-        total_variation (`float`, *optional*, defaults to 0.9): Of the L1 term.
-        confidence (`float`, *optional*, defaults to 1.0): Of the confidence term.
-    """
-
-    cross_entropy: float = 0.1
-    total_variation: float = 0.9
-    confidence: float = 1.0
+    cross_entropy: float = 0.1  # needed early: from a cold start L1 alone hardly moves
+    total_variation: float = 0.9  # of the L1 term
+    confidence: float = 1.0  # of the confidence term
 
 
-def decay_weights(block_size: int, loss_decay: float = 4.0) -> torch.Tensor:
-    """w_k = exp(-k / loss_decay): later slots matter less, since they count only if all before them are accepted.
-
-    Args:
-        block_size (`int`): g.
-        loss_decay (`float`, *optional*, defaults to 4.0): Slots over which the weight falls by e; infinity for none.
-
-    Returns:
-        `torch.Tensor` of shape `(g,)`, fp32.
-
-    Raises:
-        ValueError: If `loss_decay` is not positive.
-    """
+def decay_weights(block_size: int, loss_decay: float = 4.0) -> torch.Tensor:  # [g], fp32
+    """w_k = exp(-k / loss_decay): later slots matter less, since they count only if all before them are accepted."""
     if not loss_decay > 0:
         raise ValueError(f"`loss_decay` must be > 0, got {loss_decay}.")
     return torch.exp(-torch.arange(block_size, dtype=torch.float32) / loss_decay)
 
 
 def slot_losses(
-    draft_logits: torch.Tensor,
-    target_probs: torch.Tensor,
-    label_ids: torch.Tensor,
-    label_in_vocabulary: torch.Tensor,
-    weights: torch.Tensor,
-    confidence_logits: torch.Tensor | None = None,
-    left_out_probs: torch.Tensor | None = None,
-) -> tuple[LossSums, torch.Tensor, torch.Tensor]:
+    draft_logits: torch.Tensor,  # [N, V]
+    target_probs: torch.Tensor,  # [N, V]
+    label_ids: torch.Tensor,  # [N]
+    label_in_vocabulary: torch.Tensor,  # [N], False where a reduced vocabulary lacks the label
+    weights: torch.Tensor,  # [N], w, fp32
+    confidence_logits: torch.Tensor | None = None,  # [N], confidence before the sigmoid
+    left_out_probs: torch.Tensor | None = None,  # [N]
+) -> tuple[LossSums, torch.Tensor, torch.Tensor]:  # `LossSums`, the acceptance rates [N], and q of the labels [N]
     """Loss sums and acceptance rates of slots.
 
     Label of the cross entropy: the text's own token. The confidence label is the acceptance rate 1 - L1 / 2, detached;
     no gradient reaches p.
-
-    Args:
-        draft_logits (`torch.Tensor` of shape `(N, V)`): Logits of q.
-        target_probs (`torch.Tensor` of shape `(N, V)`):
-            p at the draft's vocabulary, fp32, not normalised again where that is a reduced one.
-        label_ids (`torch.LongTensor` of shape `(N,)`): Labels as draft ids.
-        label_in_vocabulary (`torch.BoolTensor` of shape `(N,)`): False where a reduced vocabulary lacks the label.
-        weights (`torch.Tensor` of shape `(N,)`): w, fp32.
-        confidence_logits (`torch.Tensor` of shape `(N,)`, *optional*): Confidence before the sigmoid.
-        left_out_probs (`torch.Tensor` of shape `(N,)`, *optional*):
-            p's mass outside a reduced vocabulary; q has none there, so it counts as distance.
-
-    Returns:
-        `tuple`: [`LossSums`], the acceptance rates `(N,)`, and q of the labels `(N,)`, both fp32, detached, in [0, 1].
     """
     cross_entropy, l1 = _Distances.apply(draft_logits.float(), target_probs.detach(), label_ids)
     label_probs = torch.exp(-cross_entropy.detach()) * label_in_vocabulary
@@ -139,16 +101,7 @@ class _Distances(torch.autograd.Function):
 
 
 def combine(sums: LossSums, loss_weights: LossWeights, normaliser: torch.Tensor | float) -> torch.Tensor:
-    """The training loss (Eq 12).
-
-    Args:
-        sums (`LossSums`): Sums over this process's slots.
-        loss_weights (`LossWeights`): Weights of the terms.
-        normaliser (`torch.Tensor` or `float`): Sum of w over the global batch.
-
-    Returns:
-        `torch.Tensor`: scalar.
-    """
+    """The training loss (Eq 12)."""
     total = (
         loss_weights.cross_entropy * sums.cross_entropy
         + loss_weights.total_variation * sums.total_variation

@@ -19,21 +19,13 @@ from .losses import LossSums, LossWeights, combine, decay_weights, slot_losses
 
 @dataclass(frozen=True)
 class SlotSums:
-    """Sums over slots for the log: they add up across batches, and are divided at the end.
+    """Sums over slots for the log: they add up across batches, and are divided at the end."""
 
-    Args:
-        acceptance_rate (`torch.Tensor` of shape `(g,)`): Sum of 1 - TV per slot.
-        confidence_error (`torch.Tensor` of shape `(g,)`): Sum of |c - (1 - TV)| per slot.
-        count (`torch.Tensor` of shape `(g,)`): Slots counted.
-        accepted_length (`torch.Tensor`): Sum over blocks of the expected accepted length, bonus token included.
-        num_blocks (`torch.Tensor`): Blocks counted.
-    """
-
-    acceptance_rate: torch.Tensor
-    confidence_error: torch.Tensor
-    count: torch.Tensor
-    accepted_length: torch.Tensor
-    num_blocks: torch.Tensor
+    acceptance_rate: torch.Tensor  # [g], sum of 1 - TV per slot
+    confidence_error: torch.Tensor  # [g], sum of |c - (1 - TV)| per slot
+    count: torch.Tensor  # [g], slots counted
+    accepted_length: torch.Tensor  # sum over blocks of the expected accepted length, bonus token included
+    num_blocks: torch.Tensor  # blocks counted
 
     def __add__(self, other: SlotSums) -> SlotSums:
         return SlotSums(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
@@ -42,22 +34,11 @@ class SlotSums:
 def draft_blocks(
     draft: torch.nn.Module,
     binding: TargetBinding,
-    input_ids: torch.Tensor,
+    input_ids: torch.Tensor,  # [b, s]
     features: TargetFeatures,
     blocks: AnchorBlocks,
-) -> torch.Tensor:
-    """The parallel stage over all blocks of a batch.
-
-    Args:
-        draft (`DSparkDraftModel`): The draft, or a wrapper of it whose forward is the draft's.
-        binding (`TargetBinding`): The shared modules.
-        input_ids (`torch.LongTensor` of shape `(b, s)`): The sequences.
-        features (`TargetFeatures`): The target's hidden states of them.
-        blocks (`AnchorBlocks`): The blocks.
-
-    Returns:
-        `torch.Tensor` of shape `(b, n, g, d)`: slots after the final norm.
-    """
+) -> torch.Tensor:  # [b, n, g, d], slots after the final norm
+    """The parallel stage over all blocks of a batch."""
     config = getattr(draft, "module", draft).config
     b, s = input_ids.shape
     ids = block_input_ids(input_ids, blocks, config.mask_token_id)
@@ -81,22 +62,15 @@ class BlockObjective:
 
     The gradient of a chunk is taken as soon as its loss is known, so that the logits of one chunk exist at a time and
     none is computed twice.
-
-    Args:
-        draft (`DSparkDraftModel`): The draft, unwrapped.
-        binding (`TargetBinding`): The shared modules.
-        loss_decay (`float`): See [`DSparkTrainingArguments`].
-        chunk_size (`int`): Slots whose logits exist at once.
-        loss_weights (`LossWeights`, *optional*): Of the terms of the total.
     """
 
     def __init__(
         self,
-        draft: DSparkDraftModel,
-        binding: TargetBinding,
-        loss_decay: float,
-        chunk_size: int,
-        loss_weights: LossWeights | None = None,
+        draft: DSparkDraftModel,  # the draft, unwrapped
+        binding: TargetBinding,  # the shared modules
+        loss_decay: float,  # see `DSparkTrainingArguments`
+        chunk_size: int,  # slots whose logits exist at once
+        loss_weights: LossWeights | None = None,  # of the terms of the total
     ):
         self.draft, self.binding, self.chunk_size = draft, binding, chunk_size
         self.loss_decay = loss_decay
@@ -109,20 +83,13 @@ class BlockObjective:
             self.to_draft_ids[self.kept_ids] = torch.arange(self.kept_ids.shape[0], device=self.kept_ids.device)
 
     def __call__(
-        self, hidden: torch.Tensor, input_ids: torch.Tensor, features: TargetFeatures, blocks: AnchorBlocks
+        self,
+        hidden: torch.Tensor,  # [b, n, g, d]
+        input_ids: torch.Tensor,  # [b, s]
+        features: TargetFeatures,
+        blocks: AnchorBlocks,
     ) -> tuple[torch.Tensor, LossSums, SlotSums]:
-        """Evaluate the heads on all slots that count.
-
-        Args:
-            hidden (`torch.Tensor` of shape `(b, n, g, d)`): From [`draft_blocks`].
-            input_ids (`torch.LongTensor` of shape `(b, s)`): The sequences.
-            features (`TargetFeatures`): The target's hidden states of them.
-            blocks (`AnchorBlocks`): The blocks.
-
-        Returns:
-            `tuple`: the weighted sum of the terms (Eq 12 before the division), which alone has a gradient,
-            [`LossSums`] and [`SlotSums`].
-        """
+        """Evaluate the heads on all slots that count."""
         embeddings, bias_features = self._head_features(hidden, input_ids, blocks)
         mask = blocks.label_mask  # [b, n, g]
         g = mask.shape[-1]
@@ -173,11 +140,7 @@ class BlockObjective:
     ) -> tuple[torch.Tensor, LossSums, torch.Tensor, torch.Tensor]:
         """The total, its terms, and the acceptance of each slot of a chunk.
 
-        Args:
-            columns (`dict[str, torch.Tensor]`): Rows of what the loss is computed from, by name.
-
-        Returns:
-            `tuple`: total, [`LossSums`], acceptance rates `(N,)`, and min(1, q / p) of the labels `(N,)`.
+        Returns total, `LossSums`, acceptance rates [N], and min(1, q / p) of the labels [N].
         """
         labels = columns["labels"]
         logits = self.draft.base_logits(columns["hidden"], self.binding)

@@ -25,47 +25,21 @@ SELF_PROMPT_TOKENS = 128
 
 @dataclass(frozen=True)
 class PrepareJob:
-    """One run of `dspark-hf prepare`.
+    """One run of `dspark-hf prepare`."""
 
-    Args:
-        output (`Path`): File of answered rows.
-        prompt_files (`tuple[Path, ...]`): Files of prompts.
-        dataset (`str`, *optional*): Data set of the Hub.
-        num_self_prompts (`int`): Prompts that the target writes itself, kept beside `output`.
-        self_prompt_starts (`tuple[str, ...]`): Words they begin with.
-        sampling (`SamplingSettings`): How answers are sampled.
-        enable_thinking (`bool`, *optional*): The chat template's thinking switch.
-        num_rows (`int`): Answers written at once on this machine.
-        limit (`int`, *optional*): Most prompts to answer.
-        max_prompt_tokens (`int`, *optional*, defaults to 512):
-            Longer prompts are left out on this machine; a server has limits of its own.
-    """
-
-    output: Path
+    output: Path  # file of answered rows
     prompt_files: tuple[Path, ...]
-    dataset: str | None
-    num_self_prompts: int
-    self_prompt_starts: tuple[str, ...]
-    sampling: SamplingSettings
-    enable_thinking: bool | None
-    num_rows: int
-    limit: int | None
-    max_prompt_tokens: int = 512
+    dataset: str | None  # data set of the Hub
+    num_self_prompts: int  # prompts that the target writes itself, kept beside `output`
+    self_prompt_starts: tuple[str, ...]  # words they begin with
+    sampling: SamplingSettings  # how answers are sampled
+    enable_thinking: bool | None  # the chat template's thinking switch
+    num_rows: int  # answers written at once on this machine
+    limit: int | None  # most prompts to answer
+    max_prompt_tokens: int = 512  # longer prompts are left out on this machine; a server has limits of its own
 
     def run_here(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, progress: Progress) -> int:
-        """Answer on this machine.
-
-        Args:
-            target (`PreTrainedModel`): The target.
-            tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-            progress (`Progress`): Where to show progress.
-
-        Returns:
-            `int`: Rows added.
-
-        Raises:
-            ValueError: If there are no prompts, or a file was made with other settings.
-        """
+        """Answer on this machine."""
         left_out = LeftOut()
         prompts = list(islice(self._prompts(left_out), self.limit))
         if self.num_self_prompts:
@@ -94,23 +68,7 @@ class PrepareJob:
         api_key: str | None = None,
         ask_refused: bool = False,
     ) -> int:
-        """Answer at an OpenAI-compatible server.
-
-        Args:
-            url (`str`): Base URL.
-            model (`str`): Name of the target there.
-            concurrency (`int`): Requests in flight.
-            progress (`Progress`): Where to show progress.
-            api_key (`str`, *optional*): Sent as a bearer token.
-            ask_refused (`bool`, *optional*, defaults to `False`): Ask again what it refused in an earlier run.
-
-        Returns:
-            `int`: Rows added.
-
-        Raises:
-            RuntimeError: If the server keeps failing.
-            ValueError: If there are no prompts, or a file was made with other settings.
-        """
+        """Answer at an OpenAI-compatible server."""
         if self.num_self_prompts:
             raise ValueError("A server answers chats only: `--self-prompts` needs the target on this machine.")
         left_out = LeftOut()

@@ -155,9 +155,6 @@ def own_process_group() -> Iterator[None]:
 
     The training arguments make it under a launcher. Left alone, its threads can abort a process that exits. After an
     error it is left alone, since the other processes may wait in it for ever.
-
-    Returns:
-        Context manager.
     """
     distributed = torch.distributed
     made_before = distributed.is_available() and distributed.is_initialized()
@@ -168,20 +165,8 @@ def own_process_group() -> Iterator[None]:
 
 def read_sequences(
     tokenizer: PreTrainedTokenizerBase, arguments: DataArguments, end_ids: Collection[int] = ()
-) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
-    """Read the data and set a part aside, the same one in every run over the same rows.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's.
-        arguments (`DataArguments`): Where the data is.
-        end_ids (`Collection[int]`, *optional*, defaults to `()`): Tokens that the target's `generate` stops at.
-
-    Returns:
-        `tuple`: training and held-out sequences.
-
-    Raises:
-        ValueError: If too few rows can be used for either part.
-    """
+) -> tuple[list[TrainingSequence], list[TrainingSequence]]:  # training and held-out sequences
+    """Read the data and set a part aside, the same one in every run over the same rows."""
     if not 0 < arguments.held_out < 1:
         raise ValueError(f"`held_out` must lie in (0, 1), got {arguments.held_out}.")
     paths = [Path(path) for path in arguments.data]
@@ -199,21 +184,8 @@ def new_draft(
     tokenizer: PreTrainedTokenizerBase,
     sequences: list[TrainingSequence],
     arguments: DraftArguments,
-) -> DSparkDraftModel:
-    """A fresh draft for a target, with the starting values asked for.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
-        sequences (`list[TrainingSequence]`): Training data; the vocabulary and the bigrams come from it.
-        arguments (`DraftArguments`): What to build.
-
-    Returns:
-        [`DSparkDraftModel`], fp32, on the CPU.
-
-    Raises:
-        ValueError: If `init_from` does not fit the target, or has a reduced vocabulary of another size.
-    """
+) -> DSparkDraftModel:  # fp32, on the CPU
+    """A fresh draft for a target, with the starting values asked for."""
     if arguments.init_from is not None:
         return _earlier_draft(target, tokenizer, sequences, arguments)
     vocab_size = target.config.get_text_config(decoder=True).vocab_size

@@ -30,12 +30,6 @@ from .objective import BlockObjective, SlotSums, draft_blocks
 class EpochLengthSampler(LengthGroupedSampler):
     """transformers' length grouping, drawn from (seed, epoch) and not from a shared stream: a resumed epoch goes on in
     its own order, and all processes agree on it.
-
-    Args:
-        lengths (`Sequence[int]`): Tokens of each row.
-        batch_size (`int`): Rows of a step.
-        seed (`int`): Seed.
-        epoch (`Callable`): Says which epoch begins.
     """
 
     def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, epoch: Callable[[], int]):
@@ -102,19 +96,7 @@ class DSparkTrainer(Trainer):
         self._micro_losses: list[torch.Tensor] = []
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        """Train; ends before a step whose loss or gradient is not finite.
-
-        Args:
-            resume_from_checkpoint (`str` or `bool`, *optional*): Checkpoint to go on from, or `True` for the newest.
-            kwargs (`Any`): As for `Trainer`.
-
-        Returns:
-            `TrainOutput`
-
-        Raises:
-            ValueError: If the checkpoint's weights are not finite.
-            RuntimeError: If a loss, a gradient norm or a held-out figure is not finite.
-        """
+        """Train; ends before a step whose loss or gradient is not finite."""
         self._micro_losses.clear()
         if resume_from_checkpoint is True:
             newest = last_checkpoint(self.args.output_dir)
@@ -124,19 +106,7 @@ class DSparkTrainer(Trainer):
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def training_step(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of a micro-batch; after the last one of a step, its loss and gradient must be finite.
-
-        Args:
-            model (`nn.Module`): The draft as the Trainer wrapped it.
-            args (`Any`): As for `Trainer`.
-            kwargs (`Any`): As for `Trainer`.
-
-        Returns:
-            `torch.Tensor`: scalar.
-
-        Raises:
-            RuntimeError: If the loss or the gradient norm of the step is not finite.
-        """
+        """Forward and backward of a micro-batch; after the last of a step, its loss and gradient must be finite."""
         loss = super().training_step(model, *args, **kwargs)
         self._micro_losses.append(loss)
         if self.accelerator.sync_gradients:
@@ -165,18 +135,7 @@ class DSparkTrainer(Trainer):
         )
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Figures on held-out sequences.
-
-        Args:
-            args (`Any`): As for `Trainer`.
-            kwargs (`Any`): As for `Trainer`.
-
-        Returns:
-            `dict[str, float]`
-
-        Raises:
-            RuntimeError: If one of them is not finite.
-        """
+        """Figures on held-out sequences."""
         figures = super().evaluate(*args, **kwargs)
         wrong = {name: value for name, value in figures.items() if not math.isfinite(value)}
         if wrong:
@@ -184,31 +143,19 @@ class DSparkTrainer(Trainer):
         return figures
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the draft, if its weights are finite.
-
-        Args:
-            output_dir (`str`, *optional*): Folder; that of the run by default.
-            _internal_call (`bool`, *optional*, defaults to `False`): The Trainer's own.
-
-        Raises:
-            ValueError: If a weight is not finite.
-        """
+        """Save the draft, if its weights are finite."""
         newest = last_checkpoint(self.args.output_dir)
         kept = f"; the last checkpoint is {newest}" if newest is not None else ""
         remedy = f"It is not saved{kept}. Train in another `output_dir` with a lower `learning_rate`."
         check_weights(self.draft, "A draft that is saved", remedy)
         super().save_model(output_dir, _internal_call)
 
-    def blocks_of(self, inputs: dict[str, torch.Tensor], epoch: int) -> AnchorBlocks:
-        """The blocks of a batch in an epoch.
-
-        Args:
-            inputs (`dict[str, torch.Tensor]`): From [`collate`].
-            epoch (`int`): 0-based; -1 in evaluation.
-
-        Returns:
-            [`AnchorBlocks`]
-        """
+    def blocks_of(
+        self,
+        inputs: dict[str, torch.Tensor],  # from `collate`
+        epoch: int,  # 0-based; -1 in evaluation
+    ) -> AnchorBlocks:
+        """The blocks of a batch in an epoch."""
         draws = []
         for mask, row_id in zip(inputs["loss_mask"], inputs["row_ids"].tolist(), strict=True):
             seed = hash((self.args.seed, epoch, row_id)) % 2**63
@@ -223,7 +170,7 @@ class DSparkTrainer(Trainer):
 
     @property
     def draft(self) -> DSparkDraftModel:
-        """`DSparkDraftModel`: The model being trained, unwrapped."""
+        """The model being trained, unwrapped."""
         return self.accelerator.unwrap_model(self.model)
 
     @property
@@ -260,21 +207,11 @@ class DSparkTrainer(Trainer):
     def compute_loss(
         self,
         model: torch.nn.Module,
-        inputs: dict[str, torch.Tensor],
+        inputs: dict[str, torch.Tensor],  # from `collate`
         return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | None = None,  # the normaliser; this batch's own weights by default
     ) -> torch.Tensor | tuple[torch.Tensor, dict]:
-        """The loss of a micro-batch (Eq 12), over the weights of the whole global batch.
-
-        Args:
-            model (`nn.Module`): The draft as the Trainer wrapped it.
-            inputs (`dict[str, torch.Tensor]`): From [`collate`].
-            return_outputs (`bool`, *optional*, defaults to `False`): Whether to return an (empty) output as well.
-            num_items_in_batch (`torch.Tensor`, *optional*): The normaliser; this batch's own weights by default.
-
-        Returns:
-            `torch.Tensor`: scalar; with `return_outputs` a tuple with a dict.
-        """
+        """The loss of a micro-batch (Eq 12), over the weights of the whole global batch."""
         training = model.training
         blocks = self.blocks_of(inputs, self._epoch if training else -1)
         features = cached_features(inputs)
@@ -296,21 +233,11 @@ class DSparkTrainer(Trainer):
     def prediction_step(
         self,
         model: torch.nn.Module,
-        inputs: dict[str, torch.Tensor],
+        inputs: dict[str, torch.Tensor],  # from `collate`
         prediction_loss_only: bool,  # noqa: ARG002
         ignore_keys: list[str] | None = None,  # noqa: ARG002
-    ) -> tuple[torch.Tensor, None, None]:
-        """The loss of an evaluation batch; the figures come with the log.
-
-        Args:
-            model (`nn.Module`): The draft as the Trainer wrapped it.
-            inputs (`dict[str, torch.Tensor]`): From [`collate`].
-            prediction_loss_only (`bool`): Not read.
-            ignore_keys (`list[str]`, *optional*): Not read.
-
-        Returns:
-            `tuple`: the loss and two `None`.
-        """
+    ) -> tuple[torch.Tensor, None, None]:  # the loss and two None
+        """The loss of an evaluation batch; the figures come with the log."""
         inputs = self._without_repeats(self._prepare_inputs(inputs))
         with torch.no_grad():
             return self.compute_loss(model, inputs).detach(), None, None
@@ -327,10 +254,6 @@ class DSparkTrainer(Trainer):
         """Add the loss terms, acceptance per slot, accepted length and confidence error since the last log.
 
         The loss of an evaluation is that of all held-out slots together, not the mean over its batches.
-
-        Args:
-            logs (`dict[str, float]`): The Trainer's own.
-            start_time (`float`, *optional*): The Trainer's own.
         """
         split = "eval" if any(name.startswith("eval_") for name in logs) else "train"
         if split in self._log_sums:

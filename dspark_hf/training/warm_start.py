@@ -18,13 +18,7 @@ NUM_PROBES = 64
 
 @torch.no_grad()
 def copy_target_head(draft: DSparkDraftModel, target: PreTrainedModel, kept_ids: Sequence[int]) -> None:
-    """Give a draft with a reduced vocabulary its map, and the target's LM-head rows of it.
-
-    Args:
-        draft (`DSparkDraftModel`): With `draft_vocab_size == len(kept_ids)`; changed in place.
-        target (`PreTrainedModel`): The target.
-        kept_ids (`Sequence[int]`): Ascending target ids.
-    """
+    """Give a draft with a reduced vocabulary its map, and the target's LM-head rows of it."""
     ids = torch.tensor(kept_ids, device=draft.d2t.device)
     draft.d2t.copy_(ids - torch.arange(len(kept_ids), device=ids.device))
     rows = target.get_output_embeddings().weight[ids.to(target.device)]
@@ -36,17 +30,6 @@ def reduce_vocabulary(draft: DSparkDraftModel, target: PreTrainedModel, kept_ids
     """A draft over some of the tokens, equal to another one over all of them otherwise.
 
     Its logits are those of the other draft at the kept tokens, so q is what is left there, normalised.
-
-    Args:
-        draft (`DSparkDraftModel`): Over the target's whole vocabulary; not changed.
-        target (`PreTrainedModel`): The target, whose LM head it uses.
-        kept_ids (`Sequence[int]`): Ascending target ids.
-
-    Returns:
-        [`DSparkDraftModel`]
-
-    Raises:
-        ValueError: If the draft's vocabulary is a reduced one already.
     """
     if draft.config.draft_vocab_size is not None:
         raise ValueError(
@@ -68,23 +51,11 @@ def reduce_vocabulary(draft: DSparkDraftModel, target: PreTrainedModel, kept_ids
 @torch.no_grad()
 def start_from_bigrams(
     draft: DSparkDraftModel, sequences: Sequence[TrainingSequence], smoothing: float = 1.0, scale: float = 1.0
-) -> float:
+) -> float:  # share of the table's squared norm that the rank keeps, in [0, 1]
     """Set the sequential head to the low-rank part of how a token changes the odds of the next.
 
     The table log p(next | previous) / p(next), counted over the answers and smoothed towards 0, is factored by a
     truncated SVD into W_1 and W_2 (Eq 5).
-
-    Args:
-        draft (`DSparkDraftModel`): With a sequential head; changed in place.
-        sequences (`Sequence[TrainingSequence]`): Training data.
-        smoothing (`float`, *optional*, defaults to 1.0): Pseudo-counts, spread as the unigram distribution.
-        scale (`float`, *optional*, defaults to 1.0): Factor on the table.
-
-    Returns:
-        `float`: Share of the table's squared norm that the rank keeps, in [0, 1].
-
-    Raises:
-        ValueError: If the draft has no sequential head.
     """
     head = draft.markov_head
     if head is None:
@@ -120,13 +91,6 @@ def scale_final_norm(draft: DSparkDraftModel, target: PreTrainedModel) -> float:
 
     At 1, hidden states have norm sqrt(d): far too long for an LM head that is made for another norm's weights, and a
     fresh draft is confidently wrong. The deviation is over the vocabulary, for hidden states of random direction.
-
-    Args:
-        draft (`DSparkDraftModel`): Changed in place.
-        target (`PreTrainedModel`): The target, whose LM head turns hidden states into logits.
-
-    Returns:
-        `float`: The constant.
     """
     probes = torch.randn(NUM_PROBES, draft.config.hidden_size, generator=torch.Generator().manual_seed(0))
     probes = probes / probes.square().mean(dim=-1, keepdim=True).sqrt()
@@ -142,14 +106,6 @@ def start_from_target_layers(draft: DSparkDraftModel, target: PreTrainedModel) -
     taps.
 
     Only tensors of equal shape are copied (Llama and Qwen3 style targets share names with the draft).
-
-    Args:
-        draft (`DSparkDraftModel`): Changed in place.
-        target (`PreTrainedModel`): The target.
-
-    Raises:
-        NotImplementedError: If the target's layers are of another kind, where equal names mean other things (Gemma).
-        ValueError: If the draft has more layers than the target.
     """
     layers, norm = _layers_of_the_drafts_kind(draft, target)
     for layer, source in zip(draft.layers, layers, strict=True):

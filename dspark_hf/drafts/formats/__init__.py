@@ -28,39 +28,12 @@ _READERS = (speculators, dflash, deepspec, deepspec_gemma4)
 def read_config(
     name_or_path: str | os.PathLike, load_arguments: dict[str, Any], stated: dict[str, Any] | None = None
 ) -> DSparkConfig:
-    """The configuration of a draft checkpoint in any supported format.
-
-    Args:
-        name_or_path (`str` or `os.PathLike`): Hub id or folder.
-        load_arguments (`dict[str, Any]`): Arguments of `from_pretrained`; those that find files are used.
-        stated (`dict[str, Any]`, *optional*): Values of `OPEN_FIELDS` that the file leaves open.
-
-    Returns:
-        [`DSparkConfig`]
-
-    Raises:
-        OSError: If there is no config.json.
-        ValueError: If the config is not a draft's, lacks a field that cannot be guessed, or contradicts `stated`.
-        NotImplementedError: If the format is known but not supported.
-    """
+    """The configuration of a draft checkpoint in any supported format."""
     return convert_config(read_config_file(name_or_path, load_arguments), str(name_or_path), stated)
 
 
 def convert_config(config: dict[str, Any], source: str, stated: dict[str, Any] | None = None) -> DSparkConfig:
-    """Translate a config.json.
-
-    Args:
-        config (`dict[str, Any]`): Contents of config.json.
-        source (`str`): Where it came from, for messages.
-        stated (`dict[str, Any]`, *optional*): Values of `OPEN_FIELDS` that the file leaves open.
-
-    Returns:
-        [`DSparkConfig`]
-
-    Raises:
-        ValueError: If the config is not a draft's, lacks a field that cannot be guessed, or contradicts `stated`.
-        NotImplementedError: If the format is known but not supported.
-    """
+    """Translate a config.json."""
     stated = given(stated)
     with wrong_types_in_words(source):
         ours = _read(ConfigFile(config, source, stated))
@@ -80,30 +53,14 @@ def _read(file: ConfigFile) -> DSparkConfig:
 
 
 def is_dspark(config: dict[str, Any]) -> bool:
-    """Whether a config.json is a DSpark draft's, in any supported format.
-
-    Args:
-        config (`dict[str, Any]`): Contents of config.json.
-
-    Returns:
-        `bool`
-    """
+    """Whether a config.json is a DSpark draft's, in any supported format."""
     return config.get("model_type") == DSparkConfig.model_type or any(reader.matches(config) for reader in _READERS)
 
 
 def read_embedding_sample(
     name_or_path: str | os.PathLike, load_arguments: dict[str, Any], num_rows: int = 16
-) -> dict[int, torch.Tensor]:
-    """Some rows of the frozen target embedding that published drafts carry: they tell whether a target is theirs.
-
-    Args:
-        name_or_path (`str` or `os.PathLike`): Hub id or folder.
-        load_arguments (`dict[str, Any]`): Arguments of `from_pretrained`; those that find files are used.
-        num_rows (`int`, *optional*, defaults to 16): Rows to read, spread over the vocabulary.
-
-    Returns:
-        `dict[int, torch.Tensor]`: token id to row `(d,)`; empty where the checkpoint has no embedding.
-    """
+) -> dict[int, torch.Tensor]:  # token id to row [d]; empty where the checkpoint has no embedding
+    """Some rows of the frozen target embedding that published drafts carry: they tell whether a target is theirs."""
     rows = TensorFiles.find(name_or_path, load_arguments).read_rows("embed_tokens.weight", num_rows)
     # Some writers left the rows unset where they are read from the target.
     return {i: row for i, row in rows.items() if torch.isfinite(row).all()}

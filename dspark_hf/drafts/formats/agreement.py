@@ -11,27 +11,13 @@ from transformers import PreTrainedConfig
 
 
 def given(stated: dict[str, Any] | None) -> dict[str, Any]:
-    """The fields that a caller states.
-
-    Args:
-        stated (`dict[str, Any]`, *optional*): Values by field; `None` states nothing.
-
-    Returns:
-        `dict[str, Any]`
-    """
+    """The fields that a caller states."""
     return {name: value for name, value in (stated or {}).items() if value is not None}
 
 
 @contextlib.contextmanager
 def wrong_types_in_words(source: str) -> Iterator[None]:
-    """Around the translation of a config.json: errors of fields of a wrong type, in words.
-
-    Args:
-        source (`str`): Where the config came from.
-
-    Raises:
-        ValueError: In place of a `TypeError` and the like.
-    """
+    """Around the translation of a config.json: errors of fields of a wrong type, in words."""
     try:
         yield
     except (TypeError, AttributeError, KeyError, IndexError) as error:  # fields of transformers' own
@@ -42,16 +28,7 @@ def wrong_types_in_words(source: str) -> Iterator[None]:
 
 
 def check_agrees(config: PreTrainedConfig, stated: dict[str, Any], source: str) -> None:
-    """Refuse a contradiction.
-
-    Args:
-        config (`PreTrainedConfig`): The translated configuration.
-        stated (`dict[str, Any]`): From [`given`].
-        source (`str`): Where the config came from.
-
-    Raises:
-        ValueError: If a field differs from what is stated.
-    """
+    """Refuse a contradiction."""
     for name, value in stated.items():
         if getattr(config, name) != value:
             raise ValueError(

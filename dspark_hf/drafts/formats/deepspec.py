@@ -25,78 +25,30 @@ NUM_ANCHORS = 512
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of this format.
-
-    Args:
-        config (`dict[str, Any]`): Contents of config.json.
-
-    Returns:
-        `bool`
-    """
+    """Whether a config.json is of this format."""
     return (config.get("architectures") or [None])[0] == "Qwen3DSparkModel" and "dflash_config" not in config
 
 
 def to_config(file: ConfigFile) -> DSparkConfig:
-    """Translate a config.json of this format.
-
-    Args:
-        file (`ConfigFile`): Its contents.
-
-    Returns:
-        [`DSparkConfig`]
-
-    Raises:
-        ValueError: If a field is missing or contradicts another.
-        NotImplementedError: If the layer stack is of another kind.
-    """
+    """Translate a config.json of this format."""
     return DSparkConfig(**layer_stack_fields(file), **draft_fields(file))
 
 
 def draft_fields(file: ConfigFile) -> dict[str, Any]:
-    """What DeepSpec adds to a copy of the target's config.
-
-    Args:
-        file (`ConfigFile`): Contents of config.json.
-
-    Returns:
-        `dict[str, Any]`: Keyword arguments of [`DSparkConfig`].
-
-    Raises:
-        ValueError: If a field is missing.
-    """
+    """What DeepSpec adds to a copy of the target's config."""
     fields = {name: file.require(name) for name in ("block_size", "mask_token_id")}
     fields |= {"target_layer_ids": file.require_layer_ids(), "sample_from_anchor": True}
     return fields | file.head_fields() | file.kept_fields()
 
 
 def from_config(config: DSparkConfig) -> dict[str, Any]:
-    """Write a configuration in this format.
-
-    Args:
-        config (`DSparkConfig`): The draft's configuration, with `num_target_layers`.
-
-    Returns:
-        `dict[str, Any]`: Contents of config.json.
-
-    Raises:
-        ValueError: If the draft has what this format has no words for.
-    """
+    """Write a configuration in this format."""
     fields = stack_to_write(config) | written_draft_fields(config) | dtype_to_write(config)
     return fields | {"architectures": ["Qwen3DSparkModel"]}
 
 
 def written_draft_fields(config: DSparkConfig) -> dict[str, Any]:
-    """The reverse of [`draft_fields`].
-
-    Args:
-        config (`DSparkConfig`): The draft's configuration.
-
-    Returns:
-        `dict[str, Any]`
-
-    Raises:
-        ValueError: If the draft has what this format has no words for.
-    """
+    """The reverse of [`draft_fields`]."""
     for is_so, what in (
         (config.draft_vocab_size is not None, "a reduced vocabulary"),
         (not config.sample_from_anchor, "slots whose first repeats the anchor (`sample_from_anchor` false)"),

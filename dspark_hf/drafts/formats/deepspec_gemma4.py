@@ -22,30 +22,12 @@ _RENAMED = {"hidden_act", "head_dim", "num_key_value_heads"}
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of this format.
-
-    Args:
-        config (`dict[str, Any]`): Contents of config.json.
-
-    Returns:
-        `bool`
-    """
+    """Whether a config.json is of this format."""
     return (config.get("architectures") or [None])[0] == "Gemma4DSparkModel" and "dflash_config" not in config
 
 
 def to_config(file: ConfigFile) -> DSparkConfig:
-    """Translate a config.json of this format.
-
-    Args:
-        file (`ConfigFile`): Its contents.
-
-    Returns:
-        [`DSparkConfig`]
-
-    Raises:
-        ValueError: If a field is missing or contradicts another.
-        NotImplementedError: If the layers have parts that this package does not run.
-    """
+    """Translate a config.json of this format."""
     for name in _OTHER_PARTS:
         if file.fields.get(name):
             raise NotImplementedError(
@@ -81,18 +63,7 @@ def to_config(file: ConfigFile) -> DSparkConfig:
 
 
 def from_config(config: DSparkConfig, target_config: PreTrainedConfig) -> dict[str, Any]:
-    """Write a configuration in this format.
-
-    Args:
-        config (`DSparkConfig`): The draft's configuration, with `num_target_layers`.
-        target_config (`PreTrainedConfig`): The target's text config.
-
-    Returns:
-        `dict[str, Any]`: Contents of config.json.
-
-    Raises:
-        ValueError: If the draft has what this format has no words for, or the target is no Gemma 4.
-    """
+    """Write a configuration in this format."""
     if target_config.model_type != "gemma4_text":
         raise ValueError(
             f"A draft with `layer_kind` 'gemma4' is written for a Gemma 4 target, got {target_config.model_type!r}."

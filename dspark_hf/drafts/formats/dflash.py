@@ -25,31 +25,12 @@ _OTHER_PARTS = ("conv_kernel_size", "selector_top_k", "attention_sink_bias", "us
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of this format.
-
-    Args:
-        config (`dict[str, Any]`): Contents of config.json.
-
-    Returns:
-        `bool`
-    """
+    """Whether a config.json is of this format."""
     return any(name in config for name in _PARTS)
 
 
 def to_config(file: ConfigFile) -> DSparkConfig:
-    """Translate a config.json of this format.
-
-    Args:
-        file (`ConfigFile`): Its contents.
-
-    Returns:
-        [`DSparkConfig`]
-
-    Raises:
-        ValueError: If a field is missing or contradicts another; among them `sample_from_anchor` where there are
-            heads, and `target_layer_ids` where there are heads or no `num_target_layers`.
-        NotImplementedError: If the draft has parts that this package does not run.
-    """
+    """Translate a config.json of this format."""
     file = _flattened(file)
     _refuse_other_parts(file)
     fields = layer_stack_fields(file)

@@ -19,32 +19,12 @@ _OTHER_CLASSES = ("LlamaForCausalLMEagle3", "Gemma4Eagle3Model")
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of one of these layouts.
-
-    Args:
-        config (`dict[str, Any]`): Contents of config.json.
-
-    Returns:
-        `bool`
-    """
+    """Whether a config.json is of one of these layouts."""
     return config.get("model_type") == MODEL_TYPE or _first_class(config) == _DEEPSPEC_CLASS
 
 
 def to_fields(config: dict[str, Any], source: str, stated: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Translate a config.json of one of these layouts.
-
-    Args:
-        config (`dict[str, Any]`): Contents of config.json.
-        source (`str`): Where it came from, for messages.
-        stated (`dict[str, Any]`, *optional*): `target_layer_ids`, where the file leaves them open.
-
-    Returns:
-        `dict[str, Any]`: Fields of an Eagle3 draft's configuration.
-
-    Raises:
-        ValueError: If it is of none of these layouts, or a field is missing or contradicts another.
-        NotImplementedError: If it is an Eagle3 draft of a kind that is not run here.
-    """
+    """Translate a config.json of one of these layouts."""
     file = ConfigFile(config, source, stated or {})
     if not matches(config):
         raise _refuse(file)

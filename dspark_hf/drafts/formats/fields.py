@@ -51,45 +51,20 @@ OPTIONAL_STACK_FIELDS = (
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A config.json to translate.
+    """A config.json to translate."""
 
-    Args:
-        fields (`dict[str, Any]`): Its contents, or a part of them.
-        source (`str`): Where it came from, for messages.
-        stated (`dict[str, Any]`, *optional*): Values of `OPEN_FIELDS` that the caller gives.
-    """
-
-    fields: dict[str, Any]
-    source: str
-    stated: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any]  # its contents, or a part of them
+    source: str  # where it came from, for messages
+    stated: dict[str, Any] = field(default_factory=dict)  # values of `OPEN_FIELDS` that the caller gives
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field that may be missing.
-
-        Args:
-            name (`str`): Field.
-            default (`Any`, *optional*): What its absence means in this format.
-
-        Returns:
-            Its value, the caller's where the file has none, or the default.
-        """
+        """A field that may be missing."""
         value = self.fields.get(name)
         value = self.stated.get(name) if value is None else value
         return default if value is None else value
 
-    def require(self, name: str, key: str | None = None) -> Any:
-        """A field that must be there.
-
-        Args:
-            name (`str`): Our name of the field.
-            key (`str`, *optional*): The file's name of it, where it has another.
-
-        Returns:
-            Its value, never `None`; the caller's where the file has none.
-
-        Raises:
-            ValueError: If neither has one.
-        """
+    def require(self, name: str, key: str | None = None) -> Any:  # its value, never None
+        """A field that must be there."""
         value = self.fields.get(key or name)
         value = self.stated.get(name) if value is None else value
         if value is None:
@@ -106,35 +81,14 @@ class ConfigFile:
         return value
 
     def part(self, name: str) -> ConfigFile:
-        """A nested part.
-
-        Args:
-            name (`str`): Its name.
-
-        Returns:
-            [`ConfigFile`]
-
-        Raises:
-            ValueError: If it is missing or no dictionary.
-        """
+        """A nested part."""
         fields = self.require(name)
         if not isinstance(fields, dict):
             raise ValueError(f"`{name}` must be a dictionary, got {fields!r} in {self.source}.")
         return replace(self, fields=fields)
 
     def require_layer_ids(self, key: str = "target_layer_ids", offset: int = 0) -> list[int]:
-        """The target layers that the draft reads.
-
-        Args:
-            key (`str`, *optional*, defaults to `"target_layer_ids"`): The file's name of the field.
-            offset (`int`, *optional*, defaults to 0): What the file's ids have more than ours.
-
-        Returns:
-            `list[int]`
-
-        Raises:
-            ValueError: If they are missing, no integers, or do not ascend.
-        """
+        """The target layers that the draft reads."""
         stated_by_file = self.fields.get(key) is not None
         ids = self.require("target_layer_ids", key)
         if not isinstance(ids, (list, tuple)) or not all(type(i) is int for i in ids):
@@ -147,14 +101,7 @@ class ConfigFile:
         return [i - offset for i in ids] if stated_by_file else list(ids)
 
     def head_fields(self) -> dict[str, Any]:
-        """The fields of the sequential and the confidence head, under the names most formats use.
-
-        Returns:
-            `dict[str, Any]`: Keyword arguments of [`DSparkConfig`].
-
-        Raises:
-            ValueError: If one that counts is missing.
-        """
+        """The fields of the sequential and the confidence head, under the names most formats use."""
         fields = {name: self.require(name) for name in ("markov_rank", "enable_confidence_head")}
         if fields["markov_rank"]:
             fields["markov_head_type"] = self.require("markov_head_type")
@@ -163,27 +110,12 @@ class ConfigFile:
         return fields
 
     def kept_fields(self) -> dict[str, Any]:
-        """Those of our own fields that a writer of this package left in the file.
-
-        Returns:
-            `dict[str, Any]`: Keyword arguments of [`DSparkConfig`].
-        """
+        """Those of our own fields that a writer of this package left in the file."""
         return {name: self.fields[name] for name in KEPT_FIELDS if self.fields.get(name) is not None}
 
 
 def layer_stack_fields(stack: ConfigFile) -> dict[str, Any]:
-    """The fields of the draft's layer stack.
-
-    Args:
-        stack (`ConfigFile`): A Qwen3-style config.
-
-    Returns:
-        `dict[str, Any]`: Keyword arguments of [`DSparkConfig`].
-
-    Raises:
-        ValueError: If a size, or the RoPE base in either schema, is missing.
-        NotImplementedError: If the stack's RoPE is of another kind.
-    """
+    """The fields of the draft's layer stack."""
     fields = {name: stack.require(name) for name in REQUIRED_STACK_FIELDS}
     fields |= {name: stack.fields[name] for name in OPTIONAL_STACK_FIELDS if stack.fields.get(name) is not None}
     if stack.fields.get("torch_dtype") is not None:  # the 4.x name
@@ -202,14 +134,7 @@ def _slides(stack: ConfigFile) -> bool:
 
 
 def stack_to_write(config: DSparkConfig) -> dict[str, Any]:
-    """The layer stack as a flat Qwen3-style config, the reverse of [`layer_stack_fields`].
-
-    Args:
-        config (`DSparkConfig`): The draft's configuration.
-
-    Returns:
-        `dict[str, Any]`
-    """
+    """The layer stack as a flat Qwen3-style config, the reverse of [`layer_stack_fields`]."""
     names = (*REQUIRED_STACK_FIELDS, *OPTIONAL_STACK_FIELDS, "rope_parameters", "sliding_window")
     fields = {name: getattr(config, name) for name in names if name != "dtype"}
     uses_sliding = "sliding_attention" in config.layer_types
@@ -223,14 +148,7 @@ def stack_to_write(config: DSparkConfig) -> dict[str, Any]:
 
 
 def check_writable_layer_ids(config: DSparkConfig) -> None:
-    """Refuse an order of the layers that only our own format has.
-
-    Args:
-        config (`DSparkConfig`): The draft's configuration.
-
-    Raises:
-        ValueError: If the ids do not ascend.
-    """
+    """Refuse an order of the layers that only our own format has."""
     ids = config.target_layer_ids
     if any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
         raise ValueError(
@@ -240,14 +158,7 @@ def check_writable_layer_ids(config: DSparkConfig) -> None:
 
 
 def dtype_to_write(config: DSparkConfig) -> dict[str, str]:
-    """The dtype of the weights, where it is known.
-
-    Args:
-        config (`DSparkConfig`): The draft's configuration.
-
-    Returns:
-        `dict[str, str]`: One field, or none.
-    """
+    """The dtype of the weights, where it is known."""
     return {} if config.dtype is None else {"dtype": str(config.dtype).removeprefix("torch.")}
 
 

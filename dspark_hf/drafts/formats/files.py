@@ -21,31 +21,12 @@ OLD_PREFIX = "logit_head."
 
 
 def hub_arguments(load_arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `from_pretrained` that say where files are found.
-
-    Args:
-        load_arguments (`dict[str, Any]`): All of them.
-
-    Returns:
-        `dict[str, Any]`
-    """
+    """The arguments of `from_pretrained` that say where files are found."""
     return {name: load_arguments[name] for name in _HUB_ARGUMENTS if name in load_arguments}
 
 
 def read_config_file(name_or_path: str | os.PathLike, load_arguments: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a draft.
-
-    Args:
-        name_or_path (`str` or `os.PathLike`): Hub id or folder.
-        load_arguments (`dict[str, Any]`): Arguments of `from_pretrained`; those that find files are used.
-
-    Returns:
-        `dict[str, Any]`
-
-    Raises:
-        OSError: If there is none.
-        ValueError: If it holds no object.
-    """
+    """The config.json of a draft."""
     source = find_source(name_or_path, load_arguments.get("subfolder") or "")
     config = read_config_fields(source, hub_arguments(load_arguments))
     if not config:
@@ -56,27 +37,14 @@ def read_config_file(name_or_path: str | os.PathLike, load_arguments: dict[str, 
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """Where each tensor of a checkpoint lies.
+    """Where each tensor of a checkpoint lies."""
 
-    Args:
-        paths (`dict[str, str]`): Name of a tensor to its file, under the names this package uses.
-        stored_names (`dict[str, str]`): The same names to those in the file.
-    """
-
-    paths: dict[str, str]
-    stored_names: dict[str, str]
+    paths: dict[str, str]  # name of a tensor to its file, under the names this package uses
+    stored_names: dict[str, str]  # the same names to those in the file
 
     @classmethod
     def find(cls, name_or_path: str | os.PathLike, load_arguments: dict[str, Any]) -> TensorFiles:
-        """List the tensors of a checkpoint, in one file or in several.
-
-        Args:
-            name_or_path (`str` or `os.PathLike`): Hub id or folder.
-            load_arguments (`dict[str, Any]`): Arguments of `from_pretrained`; those that find files are used.
-
-        Returns:
-            [`TensorFiles`], empty where there is no safetensors file.
-        """
+        """List the tensors of a checkpoint, in one file or in several."""
         where = hub_arguments(load_arguments)
         path = cached_file(name_or_path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **where)
         if path is not None:
@@ -97,41 +65,19 @@ class TensorFiles:
         return cls({own[name]: path for name, path in found.items()}, {ours: name for name, ours in own.items()})
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, bit for bit.
-
-        Args:
-            name (`str`): This package's name of it.
-
-        Returns:
-            `torch.Tensor`
-        """
+        """One tensor, bit for bit."""
         with safe_open(self.paths[name], framework="pt") as file:
             return file.get_tensor(self.stored_names[name])
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor, without reading it.
-
-        Args:
-            name (`str`): This package's name of it.
-
-        Returns:
-            `tuple[int, ...]`, or `None` where there is no such tensor.
-        """
+    def shape(self, name: str) -> tuple[int, ...] | None:  # None where there is no such tensor
+        """The shape of a tensor, without reading it."""
         if name not in self.paths:
             return None
         with safe_open(self.paths[name], framework="pt") as file:
             return tuple(file.get_slice(self.stored_names[name]).get_shape())
 
     def read_rows(self, name: str, num_rows: int) -> dict[int, torch.Tensor]:
-        """Some rows of a matrix, spread over it.
-
-        Args:
-            name (`str`): This package's name of it.
-            num_rows (`int`): How many to read, about.
-
-        Returns:
-            `dict[int, torch.Tensor]`: row number to row; empty where there is no such tensor.
-        """
+        """Some rows of a matrix, spread over it."""
         if name not in self.paths:
             return {}
         with safe_open(self.paths[name], framework="pt") as file:

@@ -11,15 +11,7 @@ _IN_CHECKPOINT_KEYS = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_
 
 
 def refuse(config: dict[str, Any], source: str) -> Exception:
-    """The error for a config that no reader takes.
-
-    Args:
-        config (`dict[str, Any]`): Contents of config.json.
-        source (`str`): Where it came from.
-
-    Returns:
-        `NotImplementedError` for a known format, else `ValueError`; to be raised by the caller.
-    """
+    """The error for a config that no reader takes."""
     architectures = [str(name) for name in config.get("architectures") or []]
     if any(key in config for key in _IN_CHECKPOINT_KEYS):
         return NotImplementedError(

@@ -28,31 +28,12 @@ VERSION = "0.9.0"
 
 
 def matches(config: dict[str, Any]) -> bool:
-    """Whether a config.json is of this format.
-
-    Args:
-        config (`dict[str, Any]`): Contents of config.json.
-
-    Returns:
-        `bool`
-    """
+    """Whether a config.json is of this format."""
     return config.get("speculators_model_type") in ("dspark", "dflash")
 
 
 def to_config(file: ConfigFile) -> DSparkConfig:
-    """Translate a config.json of this format.
-
-    Args:
-        file (`ConfigFile`): Its contents.
-
-    Returns:
-        [`DSparkConfig`]
-
-    Raises:
-        ValueError: If a field is missing or contradicts another; among them `sample_from_anchor` of a DSpark draft,
-            whose absence stands for an older slot convention in some files and for the newer one in others.
-        NotImplementedError: If the layer stack is of another kind.
-    """
+    """Translate a config.json of this format."""
     fields = layer_stack_fields(_with_one_rope(file.part("transformer_layer_config")))
     if file.fields.get("target_hidden_size") not in (None, fields["hidden_size"]):
         raise ValueError(
@@ -77,18 +58,7 @@ def to_config(file: ConfigFile) -> DSparkConfig:
 
 
 def from_config(config: DSparkConfig, verifier_architectures: list[str]) -> dict[str, Any]:
-    """Write a configuration in this format.
-
-    Args:
-        config (`DSparkConfig`): The draft's configuration, with `target_name_or_path`.
-        verifier_architectures (`list[str]`): The target's classes.
-
-    Returns:
-        `dict[str, Any]`: Contents of config.json.
-
-    Raises:
-        ValueError: If the draft has what this format has no words for.
-    """
+    """Write a configuration in this format."""
     if config.layer_kind != "qwen3":
         raise ValueError(
             f"The speculators layout has no words for layers of kind {config.layer_kind!r}. Write DeepSpec's layout "
@@ -122,16 +92,11 @@ def from_config(config: DSparkConfig, verifier_architectures: list[str]) -> dict
     return fields | {name: getattr(config, name) for name in names} | kept
 
 
-def membership_mask(draft_token_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The redundant `t2d` of a reduced vocabulary.
-
-    Args:
-        draft_token_ids (`torch.LongTensor` of shape `(D,)`): Target ids of the draft vocabulary.
-        vocab_size (`int`): V.
-
-    Returns:
-        `torch.BoolTensor` of shape `(V,)`.
-    """
+def membership_mask(
+    draft_token_ids: torch.Tensor,  # [D]
+    vocab_size: int,  # V
+) -> torch.Tensor:  # [V]
+    """The redundant `t2d` of a reduced vocabulary."""
     mask = torch.zeros(vocab_size, dtype=torch.bool)
     mask[draft_token_ids] = True
     return mask
