@@ -17,9 +17,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, GenerationConfig
 from transformers.generation import GenerationMixin, GenerationMode
 from transformers.utils import logging
 
+from .decoding.call import generator_for
 from .decoding.criterion import resolve_options
 from .decoding.eagle3_drafter import resolve_num_drafts
-from .decoding.loop import decode, generator_for
+from .decoding.loop import decode
 from .decoding.stream_end import claim, ended_on_failure
 from .drafts.configuration_dspark import DSparkConfig
 from .drafts.configuration_eagle3 import Eagle3Config

@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from .._compat import CACHE_KEY
+from ..common.records import AcceptanceStats
+from .outputs import DSparkGenerateOutput
 from .request import Request
 from .request_processors import own_rule
 
@@ -79,3 +83,22 @@ def joined_entries(
     steps = max(map(len, per_row))
     nothing = torch.zeros_like(per_row[0][0])
     return tuple(torch.cat([entries[i] if i < len(entries) else nothing for entries in per_row]) for i in range(steps))
+
+
+def as_output(
+    input_ids: torch.Tensor, requests: Sequence[Request], config: GenerationConfig, cache: Any, stats: AcceptanceStats
+) -> DSparkGenerateOutput | torch.LongTensor:
+    """What `generate` returns."""
+    pad_token = getattr(config, "_pad_token_tensor", None)
+    sequences = joined_sequences(input_ids, requests, int(pad_token) if pad_token is not None else 0)
+    if not config.return_dict_in_generate:
+        return sequences
+    return DSparkGenerateOutput(
+        sequences=sequences,
+        scores=joined_entries([request.log.scores for request in requests]),
+        logits=joined_entries([request.log.logits for request in requests]),
+        attentions=requests[0].log.attentions,
+        hidden_states=requests[0].log.hidden_states,
+        acceptance_stats=stats,
+        **{CACHE_KEY: cache},
+    )

@@ -22,39 +22,24 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.utils import logging
 
-from .._compat import CACHE_KEY
 from ..common.records import AcceptanceStats, RoundRecord, active_collectors
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..drafts.modeling_eagle3 import Eagle3DraftModel
-from ..drafts.position_limits import position_limits
-from .batch import RequestFactory, joined_entries, joined_sequences
-from .drafter import Drafter, DraftProposal
-from .dspark_drafter import DSparkCandidateGenerator
-from .eagle3_drafter import Eagle3CandidateGenerator, check_single_row
+from .batch import RequestFactory, as_output
+from .call import Call, prepare_call
+from .drafter import DraftProposal
+from .hopeless import warn_if_hopeless
 from .outputs import DSparkGenerateOutput
-from .packed_runner import PackedRunner, check_batch
 from .request import Request, TargetPass, Verdict
-from .round_check import check_packed_rounds, check_rounds
-from .single_runner import SingleRunner
 from .stream_end import end_quietly
 from .streaming import row_sink
-from .waiting_requests import WaitingRequests, queue_of
-
-
-logger = logging.get_logger("transformers.dspark_hf.decoding.loop")
-
-HOPELESS_ROUNDS, HOPELESS_LENGTH = 16, 1.05
-# Rounds that sent drafts, and their tokens, of calls of a pair that were too short to say something alone. They serve
-# the warning only: nothing that is drafted depends on other calls.
-_short_calls: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakKeyDictionary] = weakref.WeakKeyDictionary()
+from .waiting_requests import queue_of
 
 
 def decode(
@@ -73,17 +58,13 @@ def decode(
     Called by `generate` in place of transformers' assisted loop, with prepared arguments.
     """
     try:
-        sink = row_sink(streamer, len(input_ids))
+        sink, queue = row_sink(streamer, len(input_ids)), queue_of(streamer)
         factory = RequestFactory(logits_processor, stopping_criteria, generation_config, input_ids.shape[1])
-        queue = queue_of(streamer)
-        prepare = _one_request if len(input_ids) == 1 and queue is None else _batch
-        requests, drafter, runner = prepare(
-            target, assistant_model, input_ids, factory, generation_config, model_kwargs, queue
-        )
-        loop = _Loop(requests, drafter, runner, queue, factory)
-        if round_times is not None and drafter.needs_curve:
-            loop.use_round_times(lambda remaining: round_times(target, assistant_model, remaining, len(requests)))
-        with runner.running(), contextlib.closing(loop.run()) as rounds:
+        call = prepare_call(target, assistant_model, input_ids, factory, generation_config, model_kwargs, queue)
+        loop = _Loop(call)
+        if round_times is not None and call.drafter.needs_curve:
+            loop.use_round_times(lambda remaining: round_times(target, assistant_model, remaining, len(call.requests)))
+        with call.runner.running(), contextlib.closing(loop.run()) as rounds:
             for request, new_ids in rounds:
                 sink(request, new_ids)
     except BaseException:
@@ -92,65 +73,16 @@ def decode(
         raise
     if streamer is not None:
         streamer.end()
-    _warn_if_hopeless(target, assistant_model, loop.stats)
-    return _as_output(input_ids, requests, generation_config, runner.cache_for_user, loop.stats)
-
-
-def _one_request(
-    target: PreTrainedModel,
-    draft: DSparkDraftModel | Eagle3DraftModel,
-    input_ids: torch.Tensor,
-    factory: RequestFactory,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    queue: None,  # noqa: ARG001
-) -> tuple[list[Request], Drafter, SingleRunner]:
-    """One request with everything that plain generation offers: any cache, any input."""
-    request = factory.only(input_ids)
-    drafter = generator_for(target, draft, generation_config, request.processors)
-    runner = SingleRunner(target, request, generation_config, model_kwargs, drafter.model_kwargs_overrides)
-    check_rounds(target, drafter, request.max_length)
-    return [request], drafter, runner
-
-
-def _batch(
-    target: PreTrainedModel,
-    draft: DSparkDraftModel | Eagle3DraftModel,
-    input_ids: torch.Tensor,
-    factory: RequestFactory,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    queue: WaitingRequests | None,
-) -> tuple[list[Request], Drafter, PackedRunner]:
-    """Requests that share their passes, and others that wait for their places."""
-    if isinstance(draft, Eagle3DraftModel):
-        check_single_row(len(input_ids), is_queued=queue is not None)
-    check_batch(target, generation_config, model_kwargs)
-    requests = factory.all(input_ids, model_kwargs.get("attention_mask"))
-    lengths = [(request.num_prompt_tokens, request.max_length) for request in requests]
-    waiting = queue.prompt_lengths if queue is not None else []
-    lengths += [(length, length + requests[0].num_left) for length in waiting]
-    position_limits(target).check_batch(lengths)
-    drafter = generator_for(target, draft, generation_config, requests[0].processors)
-    drafter.add_requests([request.processors for request in requests[1:]])
-    runner = PackedRunner(target, requests, drafter.model_kwargs_overrides)
-    check_packed_rounds(target, drafter, max(longest for _, longest in lengths))
-    return requests, drafter, runner
+    warn_if_hopeless(target, assistant_model, loop.stats)
+    return as_output(input_ids, call.requests, generation_config, call.runner.cache_for_user, loop.stats)
 
 
 class _Loop:
     """The rounds of one call."""
 
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        drafter: Drafter,
-        runner: SingleRunner | PackedRunner,
-        queue: WaitingRequests | None,
-        factory: RequestFactory,
-    ):
-        self.requests = list(requests)  # those that have not ended
-        self.drafter, self.runner, self.queue, self.factory = drafter, runner, queue, factory
+    def __init__(self, call: Call):
+        self.requests = list(call.requests)  # those that have not ended
+        self.drafter, self.runner, self.queue, self.factory = call.drafter, call.runner, call.queue, call.factory
         self.stats = AcceptanceStats()
         self.collectors = (self.stats, *active_collectors())
 
@@ -242,17 +174,6 @@ def _judge(requests: Sequence[Request], target_pass: TargetPass, proposals: Sequ
     return [request.judge(logits, proposal) for request, logits, proposal in parts]
 
 
-def generator_for(
-    target: PreTrainedModel,
-    draft: DSparkDraftModel | Eagle3DraftModel,
-    generation_config: GenerationConfig,
-    logits_processor: LogitsProcessorList | None,
-) -> DSparkCandidateGenerator | Eagle3CandidateGenerator:
-    """The drafting half of a round, by the kind of the draft."""
-    kind = Eagle3CandidateGenerator if isinstance(draft, Eagle3DraftModel) else DSparkCandidateGenerator
-    return kind(target, draft, generation_config, logits_processor)
-
-
 def _record(
     request: Request, anchor_id: int, proposal: DraftProposal, verdict: Verdict, seconds: Sequence[float]
 ) -> RoundRecord:
@@ -271,46 +192,3 @@ def _record(
         drafted=proposal.drafted,
         request=request.index,
     )
-
-
-def _as_output(
-    input_ids: torch.Tensor, requests: Sequence[Request], config: GenerationConfig, cache: Any, stats: AcceptanceStats
-) -> DSparkGenerateOutput | torch.LongTensor:
-    """What `generate` returns."""
-    pad_token = getattr(config, "_pad_token_tensor", None)
-    sequences = joined_sequences(input_ids, requests, int(pad_token) if pad_token is not None else 0)
-    if not config.return_dict_in_generate:
-        return sequences
-    return DSparkGenerateOutput(
-        sequences=sequences,
-        scores=joined_entries([request.log.scores for request in requests]),
-        logits=joined_entries([request.log.logits for request in requests]),
-        attentions=requests[0].log.attentions,
-        hidden_states=requests[0].log.hidden_states,
-        acceptance_stats=stats,
-        **{CACHE_KEY: cache},
-    )
-
-
-def _warn_if_hopeless(
-    target: PreTrainedModel, draft: DSparkDraftModel | Eagle3DraftModel, stats: AcceptanceStats
-) -> None:
-    """By the rounds of this call; a call that soon stops drafting has too few, and counts together with the next."""
-    sent = [record for record in stats.rounds if record.verify_length]
-    calls, rounds, tokens = 1, len(sent), sum(record.accepted_length for record in sent)
-    pairs = _short_calls.setdefault(target, weakref.WeakKeyDictionary())
-    if rounds < HOPELESS_ROUNDS:
-        earlier = pairs.pop(draft, (0, 0, 0))
-        calls, rounds, tokens = (own + more for own, more in zip((calls, rounds, tokens), earlier, strict=True))
-        if rounds < HOPELESS_ROUNDS:
-            pairs[draft] = (calls, rounds, tokens)
-            return
-    if tokens < HOPELESS_LENGTH * rounds:
-        where = "this call" if calls == 1 else f"the last {calls} calls"
-        logger.warning(
-            f"The draft is almost never accepted: {rounds} rounds of {where} sent drafts and brought "
-            f"{tokens / rounds:.2f} tokens each, where plain generation brings 1. The target still decides every "
-            "token, but nothing is gained. Likely causes: a draft made for another target or another chat template or "
-            "thinking mode, or a checkpoint whose layer ids or slot convention were written differently. "
-            "`dspark-hf doctor` looks for the reason."
-        )

@@ -84,9 +84,14 @@ def can_run(target: PreTrainedModel) -> bool:
     return not target.training and (is_offloaded or not any(p.device.type == "meta" for p in target.parameters()))
 
 
+def findings_of(target: PreTrainedModel) -> dict[Hashable, Any]:
+    """What is remembered of a target, on the target itself."""
+    return target.__dict__.setdefault(_FINDINGS, {})
+
+
 def once(target: PreTrainedModel, key: Hashable, find: Callable[[], _Finding]) -> _Finding:
     """The result of `find()`, remembered by the target."""
-    findings: dict[Hashable, Any] = target.__dict__.setdefault(_FINDINGS, {})
+    findings = findings_of(target)
     if key not in findings:
         findings[key] = find()
     return findings[key]

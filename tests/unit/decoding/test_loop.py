@@ -9,7 +9,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.utils import logging as library_logging
 
 from dspark_hf import collect_rounds
-from dspark_hf.decoding.loop import HOPELESS_ROUNDS
+from dspark_hf.decoding.hopeless import HOPELESS_ROUNDS
 from tests.helpers import character_tokenizer, oracle_draft, random_draft, random_prompt, tiny_target
 
 

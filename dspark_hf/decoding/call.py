@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a call begins with: its requests, its drafting half, and what runs the target; refusals come here.
+
+Legend: R requests, s prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+
+from ..drafts.modeling_dspark import DSparkDraftModel
+from ..drafts.modeling_eagle3 import Eagle3DraftModel
+from ..drafts.position_limits import position_limits
+from .batch import RequestFactory
+from .drafter import Drafter
+from .dspark_drafter import DSparkCandidateGenerator
+from .eagle3_drafter import Eagle3CandidateGenerator, check_single_row
+from .packed_runner import PackedRunner, check_batch
+from .request import Request
+from .round_check import check_packed_rounds, check_rounds
+from .single_runner import SingleRunner
+from .waiting_requests import WaitingRequests
+
+
+@dataclass(frozen=True)
+class Call:
+    """Everything that the rounds of a call work with."""
+
+    requests: tuple[Request, ...]  # R, those that begin
+    drafter: Drafter
+    runner: SingleRunner | PackedRunner
+    factory: RequestFactory  # makes the requests of prompts that wait
+    queue: WaitingRequests | None = None
+
+
+def prepare_call(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel | Eagle3DraftModel,
+    input_ids: torch.Tensor,  # [R, s], left-padded
+    factory: RequestFactory,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    queue: WaitingRequests | None,
+) -> Call:
+    """One request alone, or a batch where there are several or others wait."""
+    if len(input_ids) == 1 and queue is None:
+        return _one_request(target, draft, input_ids, factory, generation_config, model_kwargs)
+    return _batch(target, draft, input_ids, factory, generation_config, model_kwargs, queue)
+
+
+def _one_request(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel | Eagle3DraftModel,
+    input_ids: torch.Tensor,
+    factory: RequestFactory,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> Call:
+    """One request with everything that plain generation offers: any cache, any input."""
+    request = factory.only(input_ids)
+    drafter = generator_for(target, draft, generation_config, request.processors)
+    runner = SingleRunner(target, request, generation_config, model_kwargs, drafter.model_kwargs_overrides)
+    check_rounds(target, drafter, request.max_length)
+    return Call((request,), drafter, runner, factory)
+
+
+def _batch(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel | Eagle3DraftModel,
+    input_ids: torch.Tensor,
+    factory: RequestFactory,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    queue: WaitingRequests | None,
+) -> Call:
+    """Requests that share their passes, and others that wait for their places."""
+    if isinstance(draft, Eagle3DraftModel):
+        check_single_row(len(input_ids), is_queued=queue is not None)
+    check_batch(target, generation_config, model_kwargs)
+    requests = factory.all(input_ids, model_kwargs.get("attention_mask"))
+    lengths = [(request.num_prompt_tokens, request.max_length) for request in requests]
+    waiting = queue.prompt_lengths if queue is not None else []
+    lengths += [(length, length + requests[0].num_left) for length in waiting]
+    position_limits(target).check_batch(lengths)
+    drafter = generator_for(target, draft, generation_config, requests[0].processors)
+    drafter.add_requests([request.processors for request in requests[1:]])
+    runner = PackedRunner(target, requests, drafter.model_kwargs_overrides)
+    check_packed_rounds(target, drafter, max(longest for _, longest in lengths))
+    return Call(tuple(requests), drafter, runner, factory, queue)
+
+
+def generator_for(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel | Eagle3DraftModel,
+    generation_config: GenerationConfig,
+    logits_processor: LogitsProcessorList | None,
+) -> DSparkCandidateGenerator | Eagle3CandidateGenerator:
+    """The drafting half of a round, by the kind of the draft."""
+    kind = Eagle3CandidateGenerator if isinstance(draft, Eagle3DraftModel) else DSparkCandidateGenerator
+    return kind(target, draft, generation_config, logits_processor)
