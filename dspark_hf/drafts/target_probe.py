@@ -6,6 +6,7 @@ Legend: n probed tokens, d hidden, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -89,11 +90,20 @@ def findings_of(target: PreTrainedModel) -> dict[Hashable, Any]:
     return target.__dict__.setdefault(_FINDINGS, {})
 
 
+def random_state_kept(*models: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
+    """Nothing is drawn here, but a model may: dropout in training mode, or noise of its own."""
+    found = {parameter.device for model in models for parameter in model.parameters()}
+    devices = sorted(str(device) for device in found if device.type not in ("cpu", "meta"))
+    device_type = torch.device(devices[0]).type if devices else "cuda"
+    return torch.random.fork_rng(devices, device_type=device_type)
+
+
 def once(target: PreTrainedModel, key: Hashable, find: Callable[[], _Finding]) -> _Finding:
     """The result of `find()`, remembered by the target."""
     findings = findings_of(target)
     if key not in findings:
-        findings[key] = find()
+        with random_state_kept(target):
+            findings[key] = find()
     return findings[key]
 
 

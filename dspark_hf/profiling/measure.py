@@ -8,7 +8,6 @@ Legend: R requests, s context tokens, B tokens in a verification pass (the ancho
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..drafts.modeling_dspark import DSparkDraftModel
+from ..drafts.target_probe import random_state_kept
 from ..scheduling.curve import SPSCurve
 from .timed_rounds import NEW_CONTEXT, BatchRounds, SingleRounds, text_config
 
@@ -94,7 +94,7 @@ def measure_curves(
     )
     lengths = sorted({min(length, limit) for length in context_lengths})
     share_s = budget_s / len(lengths) if budget_s is not None else None
-    with torch.no_grad(), _random_state_kept(target, draft):
+    with torch.no_grad(), random_state_kept(target, draft):
         return tuple(
             _measure(_rounds(target, draft, length, num_requests), points, num_repeats, share_s, on_progress)
             for length in lengths
@@ -154,11 +154,3 @@ def _measure(
 def _quartiles(seconds: Sequence[float]) -> tuple[float, float]:
     lower, _, upper = statistics.quantiles(seconds, n=4, method="inclusive")
     return lower, upper
-
-
-def _random_state_kept(*models: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
-    """Nothing is drawn here, but a model may: dropout in training mode, or noise of its own."""
-    found = {parameter.device for model in models for parameter in model.parameters()}
-    devices = sorted(str(device) for device in found if device.type not in ("cpu", "meta"))
-    device_type = torch.device(devices[0]).type if devices else "cuda"
-    return torch.random.fork_rng(devices, device_type=device_type)

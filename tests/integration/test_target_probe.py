@@ -480,3 +480,21 @@ def test_closeness_by_hand():
 def test_a_target_with_its_own_rule_for_growing_inputs():
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     assert_same_text(build("MllamaForCausalLM", "MllamaTextConfig", cross_attention_layers=[1], rope_parameters=rope))
+
+
+class Noisy(Qwen3ForCausalLM):
+    """Draws random numbers in every pass."""
+
+    def forward(self, *args, **kwargs):
+        torch.rand(3)
+        return super().forward(*args, **kwargs)
+
+
+def test_a_probe_leaves_the_random_stream_of_a_target_that_draws():
+    target, draft = changed(Noisy), random_draft()
+    torch.manual_seed(7)
+    texts = []
+    for _ in range(2):  # the first call probes
+        torch.manual_seed(7)
+        texts.append(target.generate(PROMPT, do_sample=True, max_new_tokens=12, assistant_model=draft).tolist())
+    assert texts[0] == texts[1]
