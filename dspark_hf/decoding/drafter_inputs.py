@@ -97,12 +97,13 @@ def context_of_one(
 ) -> CommittedContext:
     """The committed tokens of a pass over one request."""
     position_ids, mask, keep = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask"), None
-    if position_ids is None:
-        positions = torch.arange(num_before, num_before + num_tokens + 1)[None]
-    else:  # of three dimensions, text positions come first, then the rows of multimodal RoPE
-        positions = (position_ids[0] if position_ids.ndim == 3 else position_ids)[:1, -num_tokens - 1 :]
     if is_prompt and mask is not None and mask.ndim == 2:
         keep = mask[0, -num_tokens - 1 : -1].bool()
+    if position_ids is None:
+        counted = torch.ones(num_tokens, dtype=torch.long) if keep is None else keep.long()
+        positions = num_before + torch.nn.functional.pad(counted.cumsum(0), (1, 0))[None]  # padding has no positions
+    else:  # of three dimensions, text positions come first, then the rows of multimodal RoPE
+        positions = (position_ids[0] if position_ids.ndim == 3 else position_ids)[:1, -num_tokens - 1 :]
     return CommittedContext(hidden_states, (ContextSpan(0, slice(0, num_tokens), positions, keep),))
 
 

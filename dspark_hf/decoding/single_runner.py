@@ -136,7 +136,8 @@ class SingleRunner:
         self.model_kwargs = grow(self.target, outputs, self.model_kwargs, num_new)
         num_tokens = num_prompt_tokens(states) if is_prompt else num_new
         context = context_of_one(states, num_tokens, self.model_kwargs, self._num_read, is_prompt)
-        self._num_read += num_tokens
+        keep = context.spans[0].keep
+        self._num_read += num_tokens if keep is None else int(keep.sum())
         return CommittedContext(states, ()) if self.request.finished else context
 
     def keep(self, requests: Sequence[int]) -> None:
