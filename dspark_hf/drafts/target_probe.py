@@ -66,7 +66,8 @@ def probe_ids(target: PreTrainedModel) -> torch.Tensor:
     """Ordinary tokens, [1, n]: from the middle of the vocabulary, since special tokens stand at its ends."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     ids = (vocab_size // 2 + 3 * torch.arange(NUM_TOKENS)) % vocab_size
-    return ids[None].to(target.device)
+    # On the meta device are weights that hooks fetch; they move inputs as well.
+    return ids[None].to(target.device if target.device.type != "meta" else "cpu")
 
 
 def position_kwargs(model: nn.Module, length: int, device: torch.device) -> dict[str, torch.Tensor]:
