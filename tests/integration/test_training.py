@@ -193,6 +193,7 @@ def test_cached_features_give_the_losses_of_online_ones(tmp_path, target, sequen
             runs.append(1)
 
     idle = copy.deepcopy(target)
+    online.draft.bind_target(idle)  # which probes it once
     idle.model.layers[0] = NeverRun()
     cached = trainer_for(tmp_path, idle, sequences, train_dataset=cache, max_steps=5)
     cached.train()
