@@ -38,7 +38,7 @@ def is_answer(turn: Any) -> bool:
 
 
 def check_prompt(messages: list[dict[str, Any]]) -> None:
-    """Refuse turns that nobody answers."""
+    """Reject turns that have no answer."""
     if not any(turn["role"] == "user" for turn in messages):
         raise ValueError("The turns before the answer must have one of the user, got none.")
     if messages[-1]["role"] not in PROMPT_ROLES:

@@ -31,5 +31,5 @@ def json_values(value: Any) -> Any:
 
 
 def shown_name(name: str) -> str:
-    """A folder's own name without the path to it, which is nobody else's business; any other name as it is."""
+    """Base name of a local folder, so that reports do not leak paths; any other name unchanged."""
     return Path(name).name if Path(name).is_dir() else name

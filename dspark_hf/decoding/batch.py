@@ -45,7 +45,7 @@ class RequestFactory:
         if prompt.shape[1] == 0:
             raise ValueError(
                 f"Every row must hold at least one token, got row {index} without any. Check its `attention_mask`, or "
-                "leave the row away."
+                "remove the row."
             )
         shift = self._padded_length - prompt.shape[1]
         processors = LogitsProcessorList(own_rule(processor, prompt, shift, index) for processor in self._processors)

@@ -57,7 +57,7 @@ def generate_many(
         raise ValueError("`prompts` must hold at least one prompt, got none.")
     for name in ("num_return_sequences", "streamer", "assistant_model", "return_dict_in_generate"):
         if generate_arguments.get(name):
-            raise ValueError(f"`generate_many` takes no `{name}`, got {generate_arguments[name]!r}. Leave it away.")
+            raise ValueError(f"`generate_many` takes no `{name}`, got {generate_arguments[name]!r}. Remove it.")
     for name in ("max_length", "min_length"):  # they count the padding of the prompts that begin together
         if generate_arguments.get(name):
             other = name.replace("length", "new_tokens")
@@ -71,7 +71,7 @@ def generate_many(
     rows = [torch.as_tensor(prompt, dtype=torch.long, device=target.device).reshape(1, -1) for prompt in prompts]
     empty = next((number for number, row in enumerate(rows) if row.shape[1] == 0), None)
     if empty is not None:
-        raise ValueError(f"Every prompt must hold at least one token, got none in prompt {empty}. Leave it away.")
+        raise ValueError(f"Every prompt must hold at least one token, got none in prompt {empty}. Remove it.")
     answers: list[torch.Tensor | None] = [None] * len(rows)
 
     def finish(number: int, answer: torch.Tensor) -> None:

@@ -137,7 +137,7 @@ class Session:
                 side = _after(side, _gather(steps, self.update_s), decoder)
                 yield side
         finally:
-            if not side.finished:  # nobody listens any more
+            if not side.finished:  # the consumer has gone
                 stop.set()
 
     def _generate(self, inputs, settings, with_draft, stop, steps) -> None:

@@ -83,7 +83,7 @@ def load_checked(
     config: PreTrainedConfig,
     load_arguments: dict[str, Any],
 ) -> Any:
-    """Load a draft of any kind, complete or not at all: all tensors, the knobs, and rows that reveal a wrong target."""
+    """Load a draft of any kind completely or not at all: tensors, knobs, and rows that reveal a wrong target."""
     source = str(name_or_path)
     return_info = load_arguments.pop("output_loading_info", False)
     load_arguments.setdefault("use_safetensors", True)  # no pickle

@@ -58,7 +58,7 @@ def calibrate(
             is then not fitted to.
         max_new_tokens (`int`, *optional*, defaults to 96): Longest answer, in tokens.
         num_answers (`int`, *optional*, defaults to 1): Answers to each prompt; more than one need sampling.
-        raw (`bool`, *optional*, defaults to `False`): Leave the chat template away.
+        raw (`bool`, *optional*, defaults to `False`): Omit the chat template.
         generate_arguments (`dict[str, Any]`, *optional*): Further arguments of `generate`; greedy without any.
         prompts_name (`str`, *optional*): What the prompts are, for `calibration_info`.
         on_progress (`Callable`, *optional*): Called after each answer.

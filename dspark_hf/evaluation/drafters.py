@@ -26,7 +26,7 @@ PLAIN, PROMPT_LOOKUP, ASSISTANT, MTP, DFLASH, DRAFT = "plain", "prompt-lookup", 
 KINDS = {PLAIN: False, PROMPT_LOOKUP: False, ASSISTANT: True, MTP: False, DFLASH: True, DRAFT: False}
 TAKES_PATH = (ASSISTANT, DFLASH, DRAFT)
 LOOKUP_TOKENS = 10
-# What was saved with the draft is unset, for it would cut the block.
+# Knobs saved with the draft are unset, because they would cut the block.
 ALL_SLOTS = (
     ("num_assistant_tokens_schedule", "constant"),
     ("num_assistant_tokens", None),
@@ -87,7 +87,7 @@ def parse_drafter(text: str) -> Drafter:
     if KINDS[kind] and path is None:
         raise ValueError(f"The drafter {text!r} names no model. Write `{kind}:FOLDER` or `{kind}:HUB_ID`.")
     if path is not None and kind not in TAKES_PATH:
-        raise ValueError(f"A drafter of the kind {kind} loads no model, got {path!r}. Leave the path away.")
+        raise ValueError(f"A drafter of the kind {kind} loads no model, got {path!r}. Remove the path.")
     if named and not name.strip():
         raise ValueError(f"A drafter's name must not be empty, got {text!r}.")
     default_name = f"{kind} {Path(path).name}" if path is not None else kind

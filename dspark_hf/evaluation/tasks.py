@@ -107,7 +107,7 @@ class TaskData:
 def load_tasks(names: Sequence[str], limit: int | None = None) -> list[TaskData]:  # in the order of `names`
     """Load tasks by name, or from files."""
     if limit is not None and limit < 1:
-        raise ValueError(f"`limit` must be >= 1, got {limit}. Leave it away for all questions.")
+        raise ValueError(f"`limit` must be >= 1, got {limit}. Omit it for all questions.")
     if not names:
         raise ValueError(f"An evaluation needs at least one task, got none. {_choices()}")
     titles = [_title(name) for name in names]

@@ -74,7 +74,7 @@ def convert_draft(
         [`Conversion`]
 
     Raises:
-        ValueError: If the draft is broken or ambiguous, the format has no words for it, the target is missing or does
+        ValueError: If the draft is broken or ambiguous, the format cannot represent it, the target is missing or does
             not fit, or `output` is not empty.
         NotImplementedError: If the draft's format is known but not supported.
         OSError: If there is no such draft or target.

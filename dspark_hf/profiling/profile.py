@@ -150,7 +150,7 @@ class RoundTimeProfile:
         """
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             found = values.get("format") if isinstance(values, dict) else type(values).__name__
-            raise ValueError(f"A profile must have `format` {FORMAT}, got {found!r}. Measure it anew.")
+            raise ValueError(f"A profile must have `format` {FORMAT}, got {found!r}. Re-run `dspark-hf profile`.")
         try:
             measured = tuple(
                 MeasuredCurve(
@@ -169,7 +169,7 @@ class RoundTimeProfile:
             )
             return cls(measured, dict(values["fingerprint"]), dict(values["versions"]), str(values["date"]))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ValueError(f"A profile is damaged ({type(error).__name__}: {error}). Measure it anew.") from error
+            raise ValueError(f"A profile is damaged ({type(error).__name__}: {error}). Re-run `dspark-hf profile`.") from error
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the profile as JSON, whole or not at all; missing folders are made.
@@ -199,7 +199,7 @@ class RoundTimeProfile:
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"A profile must be JSON, got {error}. Measure it anew.") from error
+            raise ValueError(f"A profile must be JSON, got {error}. Re-run `dspark-hf profile`.") from error
         return cls.from_dict(values)
 
 

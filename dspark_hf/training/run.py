@@ -154,7 +154,7 @@ def own_process_group() -> Iterator[None]:
     """Destroy the process group at the end, if it was made inside; one that the caller made is the caller's.
 
     The training arguments make it under a launcher. Left alone, its threads can abort a process that exits. After an
-    error it is left alone, since the other processes may wait in it for ever.
+    error it is left alone, since the other processes may wait in it forever.
     """
     distributed = torch.distributed
     made_before = distributed.is_available() and distributed.is_initialized()
