@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tokens are chosen: greedily, or by sampling."""
+"""Decoding options: greedy, or sampling."""
 
 from __future__ import annotations
 

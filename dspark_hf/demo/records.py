@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one comparison has done so far: frozen snapshots that the session makes and the screen shows."""
+"""Frozen snapshots of a comparison, made by the session and shown by the page."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a visitor may ask for, and the bounds it must keep. Every refusal is a sentence for the screen."""
+"""Settings of a visitor and their bounds. Every refusal is a sentence for the page."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Diagnosis:
         )
 
     def sentences(self) -> list[str]:
-        """What was measured, in words; the findings have sentences of their own.
+        """The measurements in words; findings have their own sentences.
 
         Returns:
             `list[str]`

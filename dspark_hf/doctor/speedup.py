@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The speed-up of a pair on this machine: measured, and derived for short answers and for many requests.
 
-The second half is arithmetic on numbers, and never sees a model.
+The second half computes on numbers only, without a model.
 """
 
 from __future__ import annotations

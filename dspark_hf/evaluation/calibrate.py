@@ -168,7 +168,7 @@ def save_calibration(draft: DSparkDraftModel, output: str | os.PathLike | None =
 def check_can_save(
     draft: DSparkDraftModel, output: str | os.PathLike | None = None
 ) -> Path | None:  # None where it has none that can take a calibration
-    """Whether [`save_calibration`] has a place to write to; better asked before the work than after it."""
+    """Check that [`save_calibration`] can write; call it before the work."""
     folder = Path(draft.config.name_or_path).resolve() if draft.config.name_or_path else None
     if folder is not None and _is_own_layout(folder):
         return folder

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways to draft that an evaluation sets side by side, and what each hands to `generate`."""
+"""The drafters that an evaluation compares, and what each passes to `generate`."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def _parse_knob(kind: str, text: str) -> tuple[str, Any]:
 
 
 def default_drafters(drafts: Sequence[str]) -> list[Drafter]:
-    """What is compared where nothing else is asked for: prompt lookup, and each draft with its own schedule and with
-    every slot sent (which the figures of its confidences need).
+    """The drafters compared by default: prompt lookup, and each draft with its own schedule and with every slot sent
+    (which the figures of its confidences need).
     """
     found = [Drafter(PROMPT_LOOKUP, PROMPT_LOOKUP)]
     for path in drafts or [None]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Confidence intervals of pooled figures: the bootstrap over questions. Never sees a model.
+"""Confidence intervals of pooled figures: the bootstrap over questions. Imports no model code.
 
-A figure is a function of sums, such as tokens over rounds. The rounds of one text hang together, so what is drawn
-again and again is whole questions, with all their sums.
+A figure is a function of sums, such as tokens over rounds. The rounds of one text are correlated, so whole questions
+are resampled, with all their sums.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class DrafterFigures:
-    """What a drafter did on a task in one decoding."""
+    """Figures of a drafter on a task in one decoding."""
 
     task: str  # task, or `"all"`
     decoding: str
@@ -76,7 +76,7 @@ class LengthSpeedup:
 
 @dataclass(frozen=True)
 class QuestionFigures:
-    """What a drafter did on one question in one decoding, over its turns.
+    """Figures of a drafter on one question in one decoding, over its turns.
 
     `first_differences`: per turn, where a greedy answer parts from plain generation's; None where it does not.
     """
@@ -96,7 +96,7 @@ class QuestionFigures:
 
 @dataclass(frozen=True)
 class ThresholdPoint:
-    """What a threshold on the confidence would have sent, by replay of full blocks."""
+    """Drafts that a threshold on the confidence would have sent, by replay of full blocks."""
 
     threshold: float  # a block is cut at the first slot whose confidence is lower
     accepted_length: float  # tokens per round, the bonus token included
@@ -107,7 +107,7 @@ class ThresholdPoint:
 
 @dataclass(frozen=True)
 class ConfidenceFigures:
-    """How good the confidences of a draft were, from rounds that sent every slot."""
+    """Quality of a draft's confidences, from rounds that sent every slot."""
 
     decoding: str
     drafter: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a target and its drafters are evaluated on: well-known tasks by name, or a user's own file."""
+"""Evaluation tasks: well-known ones by name, or a user's own file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Question:
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Where the prompts of a named task are, and how a row becomes a prompt."""
+    """The source of a named task's prompts, and how a row becomes a prompt."""
 
     path: str  # data set of the Hub, or a builder of `datasets`
     split: str

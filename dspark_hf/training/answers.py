@@ -87,7 +87,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What a data file was made with; written beside it, and compared when a run is resumed.
+    """The settings of a data file; written beside it, and compared when a run is resumed.
 
     Args:
         target (`str`): Name or path of the target.

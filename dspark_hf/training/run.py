@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From answered conversations to a saved draft: what `dspark-hf train` does."""
+"""Runs `dspark-hf train`: from answered conversations to a saved draft."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ def _check_same_run(checkpoint: Path, config: DSparkConfig) -> None:
 
 
 def _identity(config: DSparkConfig) -> dict[str, Any]:
-    """What must not change between a run and its continuation: the draft, and the data it is trained on."""
+    """The settings that must not change when a run resumes: the draft and its data."""
     info = config.training_info or {}
     learned = ("training_info", "confidence_temperatures", "acceptance_prior", "calibration_info")
     names = [name for name in DSparkConfig.__annotations__ if name not in learned]
