@@ -91,7 +91,7 @@ class PackedPass:
         return tokens.view(1, -1, heads, width)
 
     def mask(self, num_keys: int, window: int | None) -> torch.Tensor:  # [A, 1, q, K], True = visible
-        """What each new token sees: the tokens up to itself, or the last `window` of them."""
+        """The mask of the new tokens: each sees the tokens up to itself, or the last `window` of them."""
         key = (num_keys, window)
         if key not in self._masks:
             keys = torch.arange(num_keys, device=self._starts.device)

@@ -122,7 +122,7 @@ def tokens_of_round(
 
 
 def draft_outcome(record: RoundRecord, slot: int) -> str:
-    """What became of one draft of a round."""
+    """The outcome of one draft of a round."""
     if slot < record.num_accepted:
         return ACCEPTED
     return REJECTED if slot == record.num_accepted and record.bonus_token is not None else UNJUDGED

@@ -47,7 +47,7 @@ class RunSettings:
 
     @property
     def generate_arguments(self) -> dict[str, Any]:
-        """What both `generate` calls get, apart from the prompt."""
+        """The arguments of both `generate` calls, apart from the prompt."""
         return {**sampling_arguments(self.temperature, self.top_p), "max_new_tokens": self.max_new_tokens}
 
     def check(self, limits: Limits, num_slots: int) -> None:

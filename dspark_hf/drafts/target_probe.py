@@ -32,7 +32,7 @@ LogitsOf = Callable[[torch.Tensor, tuple[nn.Module, ...]], torch.Tensor]
 
 @dataclass(frozen=True)
 class Closeness:
-    """How close two computations of the same logits must be, relative to their spread over the vocabulary.
+    """Required closeness of two computations of the same logits, relative to their spread over the vocabulary.
 
     Half precision and quantised layers round by the shape of a pass, which can also change the experts of a token. For
     these most tokens must agree, otherwise all.

@@ -49,7 +49,7 @@ UNFIT = (ValueError, NotImplementedError, RuntimeError, TypeError, AttributeErro
 class Drafter:
     """A row of the evaluation: a way to draft, before anything is loaded."""
 
-    name: str  # what it is called in the report
+    name: str  # its name in the report
     kind: str
     path: str | None = None  # folder or Hub id of the model that drafts
     knobs: tuple[tuple[str, Any], ...] = ()  # knobs that differ from its own; None unsets one
@@ -70,7 +70,7 @@ class LoadedDrafter:
 
     @property
     def name(self) -> str:
-        """What it is called in the report."""
+        """The name in the report."""
         return self.drafter.name
 
 
@@ -160,7 +160,7 @@ def load_own_draft(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class _Loading:
-    """What the loaders of one evaluation share, and what they have loaded already, by kind and path."""
+    """The shared state of one evaluation's loaders: target, and models already loaded, by kind and path."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase

@@ -12,8 +12,8 @@ from ..common.records import RoundRecord
 
 
 class AcceptanceHistory:
-    """How often slot k was accepted when all before it were, how that compares with its confidence, and the tokens
-    that a round brought.
+    """Tracks how often slot k was accepted when all before it were, its ratio to the confidence, and the tokens per
+    round.
 
     All are means of the recent rounds, with a few pseudo-rounds of a prior: P(accept k) as measured when the draft
     was calibrated, or `PRIOR_ACCEPTANCE`, which is low enough to detect a useless draft in two rounds.

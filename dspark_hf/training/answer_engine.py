@@ -22,7 +22,7 @@ from ..drafts.target_structure import backbone_of
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How answers are sampled. All but the length may be `None` for a server, which then uses values of its own.
+    """Sampling options of answers. All but the length may be `None` for a server, which then uses its own values.
 
     Args:
         max_new_tokens (`int`, *optional*, defaults to 256): Longest answer.

@@ -129,7 +129,7 @@ def _answer(text: str) -> ServerAnswer | None:
 
 
 def _sentence(text: str) -> str:
-    """What a reply says in words, wherever the server's kind of error has them."""
+    """The error text of a reply, wherever the server puts it."""
     try:
         said = json.loads(text)
     except ValueError:

@@ -289,7 +289,7 @@ def _requests(
 def _asked(
     server: AnswerServer, prompts: Sequence[PromptRow], concurrency: int
 ) -> Iterator[tuple[PromptRow, ServerAnswer | Refusal]]:
-    """What a server says to prompts, in their order."""
+    """The replies of a server to prompts, in their order."""
     pool = ThreadPoolExecutor(concurrency)
     try:
         # A chunk at a time, so that a server that is down ends the run instead of failing for every prompt.
