@@ -34,7 +34,7 @@ def main() -> None:
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        # The cache holds the text so far without its last token. It can be used as long as the new prompt begins with that.
+        # The cache holds the text so far without its last token. It is reused while the new prompt begins with that.
         num_cached = cache.get_seq_length()
         if not torch.equal(inputs["input_ids"][:, :num_cached], text[:, :num_cached]):
             cache, num_cached = DynamicCache(config=target.config), 0

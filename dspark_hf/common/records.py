@@ -29,7 +29,7 @@ class RoundRecord:
         draft_s (`float`): Seconds spent drafting.
         verify_s (`float`): Seconds of the target's forward pass.
         round_s (`float`): Seconds of the whole round.
-        drafted (`bool`): Whether a block was drafted; `False` where drafting was left out because it does not pay.
+        drafted (`bool`): Whether a block was drafted; `False` where drafting was skipped because it does not pay off.
         request (`int`): Row of the batch. The seconds of a batch's round are shared equally among its rows.
     """
 

@@ -26,7 +26,7 @@ class DraftProposal:
         draft_logits (`torch.Tensor` of shape `(1, k, V)`, *optional*):
             Exactly the logits the drafts were sampled from, fp32; `None` when greedy.
         confidence (`tuple[float, ...]`): c of every slot drafted, cut ones included; empty without a confidence head.
-        drafted (`bool`): Whether a block was drafted; `False` where drafting does not pay or no draft could be kept.
+        drafted (`bool`): Whether a block was drafted; `False` if drafting does not pay off or no draft could be kept.
     """
 
     token_ids: torch.Tensor

@@ -214,7 +214,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
         Returns:
             `list[DraftProposal]`: empty ones where the length limit leaves no room for a draft, where drafting does
-            not pay, or where the draft's numbers are not finite again and again; the context waits then, and is
+            not pay off, or where the draft's numbers are repeatedly not finite; the context waits then, and is
             caught up with in one pass.
         """
         if limits is None:

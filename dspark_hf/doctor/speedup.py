@@ -32,7 +32,7 @@ SHORTEST = 3  # tokens that any answer has
 class Gain:
     """Speed with the draft against plain generation, for one request unless it says otherwise.
 
-    `break_even_tokens`: tokens of an answer after which the draft's reading of the prompt is earned back; None where
+    `break_even_tokens`: tokens of an answer after which the draft's reading of the prompt is amortised; None where
     it never is. `load_limit`: most requests at a time up to which drafting pays by the measured round times, 0 for
     none; None where it is not known.
     """
