@@ -50,7 +50,7 @@ class CommittedContext:
     """The hidden states of a target pass, and which of them are committed context for the draft."""
 
     hidden_states: tuple[torch.Tensor | None, ...]  # by layer, each [1, N, d]; None for layers that were not asked for
-    spans: tuple[ContextSpan, ...]  # one for each request that goes on
+    spans: tuple[ContextSpan, ...]  # one for each request that continues
 
 
 class Drafter(Protocol):

@@ -52,7 +52,7 @@ class QueueStreamer:
 
     def __init__(
         self,
-        queue: WaitingRequests,  # the prompts that go on with the call
+        queue: WaitingRequests,  # the prompts that the call continues with
         on_tokens: Callable[[int, torch.Tensor], None] | None,
     ):
         self.queue, self._on_tokens = queue, on_tokens

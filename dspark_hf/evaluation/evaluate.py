@@ -144,7 +144,7 @@ def evaluate(
 
     The drafters take turns on each question, and which goes first moves on from question to question, so that a
     machine that slows down favours none. In later turns all see the same conversation: the answers of plain
-    generation. Each answer is appended to `folder/runs.jsonl` at once; what is there already is not made again.
+    generation. Each answer is appended to `folder/runs.jsonl` at once; recorded answers are not generated again.
 
     Args:
         target (`PreTrainedModel`): The target.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From recorded runs to figures. Pure functions; never sees a model.
+"""Computes figures from recorded runs, with pure functions and without a model.
 
 Every mean pools over rounds or tokens, as (sum, count) pairs. The accepted length counts the bonus token (paper,
 footnote 3); the pass over the prompt, which yields the first token, is no round.
@@ -269,7 +269,7 @@ def confidence_figures(
 def threshold_sweep(rounds: Sequence[RoundRecord], thresholds: Sequence[float] = THRESHOLDS) -> list[ThresholdPoint]:
     """Replay full blocks under thresholds. The cut is causal: it looks at the slots up to its own.
 
-    A replayed round goes on as the recorded one did, whatever it would have committed, see
+    A replayed round continues as the recorded one did, whatever it would have committed, see
     `dspark_hf.scheduling.simulation`.
     """
     confidence = torch.tensor([record.confidence for record in rounds], dtype=torch.float64)

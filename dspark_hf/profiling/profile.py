@@ -37,7 +37,7 @@ FORMAT = 1
 SWITCH = "DSPARK_HF_AUTO_PROFILE"
 # The quick measurement: long enough to tell a cliff from noise, short beside the text that it is made for.
 QUICK_CONTEXT, QUICK_REPEATS, QUICK_BUDGET_S, QUICK_MIN_TOKENS = 128, 7, 2.5, 32
-LONGEST_QUICK_BUDGET_S = 10.0  # a pass of many texts takes its time
+LONGEST_QUICK_BUDGET_S = 10.0  # a pass over many texts takes longer
 LONGEST_WAIT_S = 30.0  # for the measurement of another thread
 
 

@@ -76,7 +76,7 @@ class DraftArguments:
         bigram_start (`bool`, *optional*, defaults to `True`): Start the sequential head from bigrams of the answers.
         target_layer_start (`bool`, *optional*, defaults to `False`): Start the draft's layers from the target's last
             ones.
-        init_from (`str`, *optional*): Draft to go on with, Hub id or folder. Its shape is kept, whatever the arguments
+        init_from (`str`, *optional*): Draft to continue from, Hub id or folder. Its shape is kept, whatever the arguments
             above say; only `draft_vocab_size` still cuts a whole vocabulary down.
     """
 
@@ -101,7 +101,7 @@ def train_draft(
     draft_arguments: DraftArguments,
     arguments: DSparkTrainingArguments,
 ) -> tuple[DSparkDraftModel, dict[str, float]]:
-    """Train a draft and save it to `arguments.output_dir`; a run that was killed goes on from its last checkpoint.
+    """Train a draft and save it to `arguments.output_dir`; a run that was killed resumes from its last checkpoint.
 
     Args:
         target (`PreTrainedModel`): The frozen target.

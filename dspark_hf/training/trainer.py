@@ -28,7 +28,7 @@ from .objective import BlockObjective, SlotSums, draft_blocks
 
 
 class EpochLengthSampler(LengthGroupedSampler):
-    """transformers' length grouping, drawn from (seed, epoch) and not from a shared stream: a resumed epoch goes on in
+    """transformers' length grouping, drawn from (seed, epoch) and not from a shared stream: a resumed epoch continues in
     its own order, and all processes agree on it.
     """
 
