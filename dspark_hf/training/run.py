@@ -76,8 +76,8 @@ class DraftArguments:
         bigram_start (`bool`, *optional*, defaults to `True`): Start the sequential head from bigrams of the answers.
         target_layer_start (`bool`, *optional*, defaults to `False`): Start the draft's layers from the target's last
             ones.
-        init_from (`str`, *optional*): Draft to continue from, Hub id or folder. Its shape is kept, whatever the arguments
-            above say; only `draft_vocab_size` still cuts a whole vocabulary down.
+        init_from (`str`, *optional*): Draft to continue from, Hub id or folder. Its shape is kept, whatever the
+            arguments above say; only `draft_vocab_size` still cuts a whole vocabulary down.
     """
 
     draft_num_layers: int = field(default=2, metadata={"help": "Draft layers."})

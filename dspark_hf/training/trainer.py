@@ -28,7 +28,7 @@ from .objective import BlockObjective, SlotSums, draft_blocks
 
 
 class EpochLengthSampler(LengthGroupedSampler):
-    """transformers' length grouping, drawn from (seed, epoch) and not from a shared stream: a resumed epoch continues in
+    """transformers' length grouping, drawn from (seed, epoch) and not from a shared stream: a resumed epoch keeps
     its own order, and all processes agree on it.
     """
 
