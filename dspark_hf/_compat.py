@@ -22,7 +22,7 @@ CACHE_KEY = (
     else "past_key_values"
 )
 
-# What transformers merges into every call's generation config where nobody chose a value.
+# Values that transformers fills into every call's generation config when the user sets none.
 LIBRARY_DEFAULTS: dict[str, Any] = GenerationConfig._get_default_generation_params()
 
 # Releases before 5.24 say of these layers that they can be cropped, and crop what is not quantised yet alone.

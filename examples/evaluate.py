@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="folder that keeps the answers, to go on with; default: none")
     args = parser.parse_args()
     if args.output:
-        check_can_report()  # better now than after the work
+        check_can_report()  # fail before the work, not after it
 
     target, _, tokenizer = load_default_pair()
     tasks = load_tasks(args.tasks, args.num_questions)

@@ -34,7 +34,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(target_path)
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype="auto")
     draft = DSparkDraftModel.from_pretrained(draft_path, dtype="auto")
-    # Times of transformers, here, for one request: they try the plumbing. Measure again where you serve.
+    # Times of transformers on this machine, for one request, only to test the set-up. Measure again where you serve.
     curve = measure_profile(target, draft, context_lengths=[64], num_repeats=args.repeats).curves[0][1]
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -52,7 +52,7 @@ def main() -> None:
         if not written:
             raise SystemExit("Nothing was written: every layout was refused.")
 
-        # What was written is read like any other checkpoint, and drafts the very same tokens.
+        # The written draft is read like any other checkpoint, and drafts the same tokens.
         inputs = tokenizer("The three primary colours are", return_tensors="pt")
         drafted = []
         for model in (draft, *(DSparkDraftModel.from_pretrained(one.folder, dtype="auto") for one in written)):

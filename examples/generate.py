@@ -29,7 +29,7 @@ def main() -> None:
         output = target.generate(**inputs, do_sample=False, max_new_tokens=args.max_new_tokens, **kwargs)
         return output[0, num_prompt:].tolist(), time.perf_counter() - start
 
-    generate()  # the first call of a process pays for what is set up once
+    generate()  # the first call of a process includes one-time set-up
     plain_ids, plain_s = generate()
     with collect_rounds() as stats:
         dspark_ids, dspark_s = generate(assistant_model=draft)

@@ -29,7 +29,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(target_path)
     target = AutoModelForCausalLM.from_pretrained(target_path, dtype="auto").to(device)
     draft = DSparkDraftModel.from_pretrained(args.draft or default_draft_path(), dtype="auto").to(device)
-    draft.bind_target(target)  # `generate` checks as well that the two fit; here it is said before the prompt is read
+    draft.bind_target(target)  # `generate` also checks that the two fit; here it fails earlier
     config = draft.config
     print(f"draft: {config.num_draft_slots} slots, reads target layers {config.target_layer_ids}")
 

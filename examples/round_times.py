@@ -30,7 +30,7 @@ def main() -> None:
         print(f"context of {context_length} tokens, drafting takes {1000 * curve.draft_s:.1f} ms")
         print("drafts  verification ms  round ms  tokens to break even")
         for b, verify_s in zip(curve.batch_tokens, curve.verify_s, strict=True):
-            # Without drafts a round is a plain step: nothing is drafted, and one token comes of it.
+            # Without drafts a round is a plain step: nothing is drafted, and it yields one token.
             round_s = curve.round_s(b) if b > 1 else curve.plain_s
             print(f"{b - 1:6d}  {1000 * verify_s:15.1f}  {1000 * round_s:8.1f}  {round_s / curve.plain_s:20.2f}")
 

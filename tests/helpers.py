@@ -66,7 +66,7 @@ def tiny_target(
 ) -> PreTrainedModel:
     """A 4-layer target without EOS; its residual branches are scaled by `context_scale`: nearly a bigram model."""
     torch.manual_seed(seed)
-    if context_scale is None:  # a tied bigram model repeats its token for ever: let more of the context in
+    if context_scale is None:  # a tied bigram model repeats its token forever: let more of the context in
         context_scale = 0.08 if kind == "llama_tied" else 0.015
     model_class, config_class, extra = _TARGETS[kind]
     sizes = {

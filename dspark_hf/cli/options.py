@@ -98,7 +98,7 @@ def set_knobs(draft: DSparkDraftModel, num_tokens: int | None, threshold: float 
 def choose_prompts(text: list[str] | None, path: Path | None) -> list[Prompt]:
     """Prompts of the command line or of a file; the built-in ones where there are neither."""
     if text and path is not None:
-        raise ValueError("Prompts come from the command line or from `--prompts`, got both. Leave one away.")
+        raise ValueError("Prompts come from the command line or from `--prompts`, got both. Remove one of them.")
     if text:
         return [Prompt("yours", check_prompt(prompt)) for prompt in text]
     return read_prompts(path) if path is not None else list(BUILTIN_PROMPTS)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every part uses: records, prompts, chats, files. Imports no other part of the package."""
+"""Shared by all parts: records, prompts, chats, files. Imports no other part of the package."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat templates: the text of a prompt, and of the answer that a target would write after it.
 
-A template is asked by rendering: what it does with a part of a conversation shows in the text with and without it.
+A template is probed by rendering: the text with and without a part of a conversation shows how it treats that part.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Chat:
         return text
 
     def answer(self, messages: Sequence[Turn], prompt: str, ended: bool = True) -> tuple[str, str]:
-        """What the target writes after a prompt: its reasoning, text and calls, in the template's markup."""
+        """The target's text after a prompt: its reasoning, text and calls, in the template's markup."""
         if messages[-1].get("tool_calls"):
             if not ended:
                 raise ValueError("An answer with `tool_calls` must have ended, got one that was cut off.")
@@ -108,11 +108,11 @@ class Chat:
         same = _num_equal(prompt, text)
         tag = prompt.rfind("<", 0, same)
         if same < len(prompt) and ">" not in prompt[tag:same] and tag >= 0:
-            same = tag  # not in the midst of one: "<think>" and "</think>" begin alike
+            same = tag  # not inside a tag: "<think>" and "</think>" begin alike
         return prompt[same:], text[same:]
 
     def _check_answer_follows(self, messages: Sequence[Turn], prompt: str) -> None:
-        """No generation prompt is needed where nothing but white space stands between a prompt and its answer."""
+        """No generation prompt is needed if only white space separates a prompt and its answer."""
         missing, behind = self._behind([*messages, {"role": "assistant", "content": TEXT_MARK}], prompt)
         begin = behind.partition(TEXT_MARK)[0]
         if missing or begin.strip():
@@ -161,13 +161,13 @@ class Chat:
 
 
 def template_text(tokenizer: PreTrainedTokenizerBase) -> str:  # empty where there is none
-    """All that a tokenizer's chat templates say."""
+    """The text of all chat templates of a tokenizer."""
     template = tokenizer.chat_template or ""
     return template if isinstance(template, str) else "".join(template[name] for name in sorted(template))
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:  # SHA-256 in hex
-    """Hash of a chat template: a draft is right for the template it was trained with only."""
+    """Hash of a chat template: a draft fits only the template it was trained with."""
     template = tokenizer.chat_template
     default = template.get("default") if isinstance(template, dict) else None
     return hashlib.sha256((default or template_text(tokenizer)).encode()).hexdigest()

@@ -71,7 +71,7 @@ def end_token_ids(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 
 def user_turn(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[str, frozenset[int]]:
-    """How a user's turn begins and ends in the chat template: an instruct target goes on with one of its own."""
+    """Beginning and end of a user's turn in the chat template, with which an instruct target writes its own turn."""
     if not tokenizer.chat_template:
         raise ValueError("Without a chat template the target cannot write prompts. Pass prompts in a file.")
     head, mark, tail = Chat(tokenizer).render([{"role": "user", "content": TEXT_MARK}]).partition(TEXT_MARK)

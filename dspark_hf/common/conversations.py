@@ -38,7 +38,7 @@ def is_answer(turn: Any) -> bool:
 
 
 def check_prompt(messages: list[dict[str, Any]]) -> None:
-    """Refuse turns that nobody answers."""
+    """Reject turns that have no answer."""
     if not any(turn["role"] == "user" for turn in messages):
         raise ValueError("The turns before the answer must have one of the user, got none.")
     if messages[-1]["role"] not in PROMPT_ROLES:
@@ -49,7 +49,7 @@ def check_prompt(messages: list[dict[str, Any]]) -> None:
 
 
 def answer_fields(message: dict[str, Any]) -> dict[str, Any]:
-    """What an assistant's turn says beside its text."""
+    """The fields of an assistant's turn besides its text."""
     said = {"reasoning_content": next((message[name] for name in REASONING_FIELDS if message.get(name)), None)}
     said["tool_calls"] = message.get("tool_calls")
     return {name: value for name, value in said.items() if value}

@@ -83,7 +83,7 @@ class DataFile(RowFile):
 
 
 class RefusedFile(RowFile):
-    """Prompts that a server refused, `NAME.refused.jsonl` beside the output: a run that goes on does not ask them."""
+    """Prompts that a server refused, `NAME.refused.jsonl` beside the output: a resumed run does not ask them again."""
 
     def __init__(self, output: DataFile, ask_again: bool = False):
         path = output.path.with_suffix(".refused.jsonl")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How tokens are chosen: greedily, or by sampling."""
+"""Decoding options: greedy, or sampling."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Decoding:
-    """How tokens are chosen."""
+    """Decoding options of a call."""
 
     temperature: float  # 0 decodes greedily
     top_p: float = 1.0  # nucleus, when sampling
 
     @property
     def name(self) -> str:
-        """What it is called in the report."""
+        """The name in the report."""
         if self.is_greedy:
             return "greedy"
         nucleus = f", top-p {self.top_p:g}" if self.top_p < 1 else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small files that are written whole or not at all, and what stands in them. Imports the standard library only."""
+"""Small files that are written completely or not at all, and their values. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 
 def json_values(value: Any) -> Any:
-    """Put `None` in the place of infinity and of what is not a number: JSON has no word for them."""
+    """Replace NaN and infinity by `None`: JSON cannot represent them."""
     if isinstance(value, dict):
         return {name: json_values(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -31,5 +31,5 @@ def json_values(value: Any) -> Any:
 
 
 def shown_name(name: str) -> str:
-    """A folder's own name without the path to it, which is nobody else's business; any other name as it is."""
+    """Base name of a local folder, so that reports do not leak paths; any other name unchanged."""
     return Path(name).name if Path(name).is_dir() else name

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON Lines as people have them: each row becomes an object, or a sentence that says what is wrong with it.
+"""Lenient JSON Lines reader: each row becomes an object, or a sentence that states its fault.
 
 Imports the standard library only.
 """
@@ -48,7 +48,7 @@ def shortened(value: Any, limit: int = 80) -> str:
 
 
 def kind(value: Any) -> str:
-    """What JSON calls a value."""
+    """The JSON name of a value's type."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the name of a model stands for: a folder that must be there, or a Hub id. A refusal says what else to give."""
+"""Resolves the name of a model: an existing folder, or a Hub id. An error names the alternative."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def find_source(name: str | os.PathLike, subfolder: str = "") -> str:
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a name that is no folder here can only have been meant as one."""
+    """Whether a name that is no existing folder can only be a path."""
     parts = name.replace(os.sep, "/").split("/")
     return (
         name.startswith((".", "~"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether files can be read and places written to, asked before the work. Imports the standard library only."""
+"""Checks before the work that files can be read and locations written to. Imports the standard library only."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures as files: asked for before the work, written whole or not at all."""
+"""Plots as files: checked before the work, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS = (".png", ".svg")
 
 
 def check_can_plot(path: str | os.PathLike, what: str = "picture") -> Path:
-    """Whether a picture can be drawn and written to `path`; better asked before the work than after it."""
+    """Check that a plot can be drawn and written to `path`; call it before the work."""
     path = Path(path)
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"A {what} must be a .png or .svg file, got {str(path)!r}.")

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records of decoding rounds and the figures computed from them. Never sees a model; imports the standard library
-only.
+"""Records of decoding rounds and the figures computed from them. Imports the standard library only.
 
 Every mean pools over rounds ((sum, count) pairs), never over per-prompt means. Slots are 0-based.
 """
@@ -30,7 +29,7 @@ class RoundRecord:
         draft_s (`float`): Seconds spent drafting.
         verify_s (`float`): Seconds of the target's forward pass.
         round_s (`float`): Seconds of the whole round.
-        drafted (`bool`): Whether a block was drafted; `False` where drafting was left out because it does not pay.
+        drafted (`bool`): Whether a block was drafted; `False` where drafting was skipped because it does not pay off.
         request (`int`): Row of the batch. The seconds of a batch's round are shared equally among its rows.
     """
 
@@ -57,7 +56,7 @@ class RoundRecord:
         return self.num_accepted + 1
 
     def is_full_block(self, num_slots: int) -> bool:
-        """Whether the round says what any shorter block would have done.
+        """Whether the round determines the outcome of every shorter block.
 
         Every slot was sent and has a confidence, and the text did not end before the last of them was judged. Without
         a bonus token it ended after the last draft counted as accepted.
@@ -81,7 +80,7 @@ class RoundRecord:
 class AcceptanceStats:
     """Pooled figures over rounds, of one `generate` call or of many.
 
-    The prefill, which yields the first token without drafts, is no round.
+    The prefill, which yields the first token without drafts, is not a round.
 
     Args:
         rounds (`list[RoundRecord]`, *optional*): The rounds, in order.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thinking switch of a chat template, `enable_thinking`: whether there is one, and how it stands."""
+"""The thinking switch of a chat template, `enable_thinking`: whether there is one, and its setting."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ logger = logging.get_logger("transformers.dspark_hf.common.thinking")
 
 
 def has_thinking_switch(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template writes another prompt with thinking on than with thinking off."""
+    """Whether the chat template renders different prompts with thinking on and off."""
     return bool(tokenizer.chat_template) and _prompt(tokenizer, True) != _prompt(tokenizer, False)
 
 
 def thinks_by_default(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a chat template that has the switch takes it for on where nothing is said."""
+    """Whether a chat template with the switch has it on by default."""
     return _prompt(tokenizer, None) == _prompt(tokenizer, True)
 
 
@@ -35,7 +35,7 @@ def with_thinking(tokenizer: PreTrainedTokenizerBase, enable_thinking: bool | No
 def choose_thinking(
     tokenizer: PreTrainedTokenizerBase, asked: bool | None, training_info: dict | None = None
 ) -> bool | None:  # or None: for `with_thinking`
-    """How the switch stands: as asked for, else as the draft was trained, else as the template has it."""
+    """The setting of the switch: as requested, else as the draft was trained, else the template's default."""
     check_thinking(tokenizer, asked)
     return asked if asked is not None else (training_info or {}).get("enable_thinking")
 

@@ -10,5 +10,5 @@ from .._version import __version__
 
 
 def library_versions() -> dict[str, str]:
-    """What a result was made with."""
+    """The library versions of a result."""
     return {"dspark_hf": __version__, "transformers": transformers.__version__, "torch": torch.__version__}

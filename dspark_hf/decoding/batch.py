@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch taken apart into texts that are generated each on its own, and put together again."""
+"""Splits a batch into requests that are generated independently, and joins the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RequestFactory:
         self,
         input_ids: torch.Tensor,  # [1, s], prompt
     ) -> Request:
-        """The only request of a call, padding and all, with the call's own processors."""
+        """The only request of a call, with its padding and the call's own processors."""
         return Request(0, input_ids, self._processors, self._criteria, self._config.max_length, self._config)
 
     def one(
@@ -45,7 +45,7 @@ class RequestFactory:
         if prompt.shape[1] == 0:
             raise ValueError(
                 f"Every row must hold at least one token, got row {index} without any. Check its `attention_mask`, or "
-                "leave the row away."
+                "remove the row."
             )
         shift = self._padded_length - prompt.shape[1]
         processors = LogitsProcessorList(own_rule(processor, prompt, shift, index) for processor in self._processors)
@@ -68,7 +68,7 @@ def joined_sequences(
     rows: Sequence[Request],  # [R]
     pad_token_id: int,
 ) -> torch.Tensor:  # [R, s + longest answer]
-    """The texts as one tensor, with the prompts padded as they came and the answers padded on the right."""
+    """The texts as one tensor: prompts padded as received, answers padded on the right."""
     answers = [row.new_ids.to(input_ids.device) for row in rows]
     padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=pad_token_id)
     return torch.cat([input_ids, padded], dim=1)
@@ -88,7 +88,7 @@ def joined_entries(
 def as_output(
     input_ids: torch.Tensor, requests: Sequence[Request], config: GenerationConfig, cache: Any, stats: AcceptanceStats
 ) -> DSparkGenerateOutput | torch.LongTensor:
-    """What `generate` returns."""
+    """The return value of `generate`."""
     pad_token = getattr(config, "_pad_token_tensor", None)
     sequences = joined_sequences(input_ids, requests, int(pad_token) if pad_token is not None else 0)
     if not config.return_dict_in_generate:

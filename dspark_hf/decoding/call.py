@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call begins with: its requests, its drafting half, and what runs the target; refusals come here.
+"""Prepares a call: its requests, its drafter and its target runner. Unsupported calls are rejected here.
 
 Legend: R requests, s prompt.
 """
@@ -28,7 +28,7 @@ from .waiting_requests import WaitingRequests
 
 @dataclass(frozen=True)
 class Call:
-    """Everything that the rounds of a call work with."""
+    """The objects that the rounds of a call use."""
 
     requests: tuple[Request, ...]  # R, those that begin
     drafter: Drafter
@@ -46,7 +46,7 @@ def prepare_call(
     model_kwargs: dict[str, Any],
     queue: WaitingRequests | None,
 ) -> Call:
-    """One request alone, or a batch where there are several or others wait."""
+    """Prepare one request alone, or a batch if there are several or others wait."""
     if len(input_ids) == 1 and queue is None:
         return _one_request(target, draft, input_ids, factory, generation_config, model_kwargs)
     return _batch(target, draft, input_ids, factory, generation_config, model_kwargs, queue)
@@ -60,7 +60,7 @@ def _one_request(
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> Call:
-    """One request with everything that plain generation offers: any cache, any input."""
+    """One request, with any cache and any input that plain generation supports."""
     request = factory.only(input_ids)
     drafter = generator_for(target, draft, generation_config, request.processors)
     runner = SingleRunner(target, request, generation_config, model_kwargs, drafter.model_kwargs_overrides)
@@ -77,7 +77,7 @@ def _batch(
     model_kwargs: dict[str, Any],
     queue: WaitingRequests | None,
 ) -> Call:
-    """Requests that share their passes, and others that wait for their places."""
+    """Requests that share their passes, and others that wait for a free place."""
     if isinstance(draft, Eagle3DraftModel):
         check_single_row(len(input_ids), is_queued=queue is not None)
     check_batch(target, generation_config, model_kwargs)
@@ -99,6 +99,6 @@ def generator_for(
     generation_config: GenerationConfig,
     logits_processor: LogitsProcessorList | None,
 ) -> DSparkCandidateGenerator | Eagle3CandidateGenerator:
-    """The drafting half of a round, by the kind of the draft."""
+    """Create the drafter for the kind of the draft."""
     kind = Eagle3CandidateGenerator if isinstance(draft, Eagle3DraftModel) else DSparkCandidateGenerator
     return kind(target, draft, generation_config, logits_processor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a block of drafts ends, and whether one is drafted: the user's knobs, and the criterion they set.
+"""Decides where a block of drafts ends and whether one is drafted: the user's knobs and the criterion they select.
 
 Lossless under sampling because whether slot k is sent depends only on c_0..c_k and on earlier rounds, never on x_k or
 anything after it (paper section 3.2.2, Appendix A).
@@ -36,13 +36,13 @@ from .drafter_inputs import chosen_knob
 
 
 SCHEDULES = ("constant", "confidence", "capacity", "lookahead", "hardware")
-# A machine that was not measured: a verified token more costs 5 % of a plain step, drafting 10 %.
+# Used without measured round times: one more verified token costs 5 % of a plain step, drafting 10 %.
 UNMEASURED = SPSCurve.linear(slot_cost=0.05, draft_cost=0.1)
 
 
 @dataclass(frozen=True)
 class DraftingOptions:
-    """What the user asked of the drafting half, resolved from the generation configs."""
+    """The user's drafting options, resolved from the generation configs."""
 
     num_assistant_tokens: int  # most drafts sent per round
     confidence_threshold: float | None  # cut at the first slot whose own confidence is below it
@@ -105,18 +105,18 @@ def scheduler_for(options: DraftingOptions, do_sample: bool) -> Scheduler | None
 
 
 class AdaptiveConfidenceCriteria(StoppingCriteria):
-    """Ends a block at the slot where going on no longer pays, and says when drafting itself does not.
+    """Ends a block at the slot where further drafts no longer pay off, and skips drafting where it does not pay off.
 
     A scheduler decides, on confidences corrected by the acceptance of the rounds so far and on the round times of the
-    machine. It is built by the candidate generator. It is no criterion for `generate(stopping_criteria=...)`.
+    machine. It is built by the candidate generator. Do not pass it as `stopping_criteria`.
 
     Args:
         scheduler (`Scheduler`): Decides how many drafts are sent.
         num_slots (`int`): g.
         acceptance_prior (`Sequence[float]`, *optional*): P(slot k accepted | all before it were), from calibration.
-        curve (`SPSCurve`, *optional*): Round times of the machine; without one, those of a typical accelerator.
-        learn_times (`bool`, *optional*, defaults to `True`): Whether to follow the round times actually seen.
-        may_skip (`bool`, *optional*, defaults to `False`): Whether rounds may go without drafts where they do not pay.
+        curve (`SPSCurve`, *optional*): Round times of the machine; defaults to those of a typical accelerator.
+        learn_times (`bool`, *optional*, defaults to `True`): Whether to adapt to measured round times.
+        may_skip (`bool`, *optional*, defaults to `False`): Whether rounds may skip drafting where it does not pay off.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         self._times = RoundTimes(curve, self._learn_times)
 
     def add_requests(self, num_requests: int) -> None:
-        """Follow more requests, behind the present ones; there is one from the start.
+        """Track more requests, after the present ones; there is one from the start.
 
         Args:
             num_requests (`int`): How many.
@@ -170,7 +170,7 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         self.histories = [self.histories[request] for request in requests]
 
     def worth_drafting(self, tokens_left: Sequence[int] | None = None) -> bool:
-        """Whether to draft in the next round; asked once per round.
+        """Decide whether to draft in the next round; called once per round.
 
         Args:
             tokens_left (`Sequence[int]` of length R, *optional*):
@@ -190,7 +190,7 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         scores: torch.Tensor,  # noqa: ARG002
         **kwargs: Any,  # `confidence` [R, k + 1], c of slots 0 to k, in [0, 1]
     ) -> torch.Tensor:  # [R]
-        """Whether to end the block before the last slot in `confidence`."""
+        """Decide whether to end the block before the last slot in `confidence`."""
         confidence = kwargs.get("confidence")
         if confidence is None:
             raise RuntimeError(
@@ -200,7 +200,7 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         return self.verify_lengths(confidence) < confidence.shape[-1]
 
     def verify_lengths(self, confidence: torch.Tensor, tokens_left: Sequence[int] | None = None) -> torch.Tensor:
-        """Drafts to send, from the confidences of a whole block.
+        """Choose how many drafts to send, from the confidences of a whole block.
 
         Args:
             confidence (`torch.Tensor` of shape `(R, g)`): c_k, in [0, 1].
@@ -210,7 +210,7 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         Returns:
             `torch.LongTensor` of shape `(R,)`, values 0 to g.
         """
-        if self.needs_curve:  # a threshold is the user's, on the confidence as it is
+        if self.needs_curve:  # the user's threshold applies to the uncorrected confidence
             rows = zip(self.histories, confidence.split(1), strict=True)
             confidence = torch.cat([history.corrected(row) for history, row in rows])
         weights = token_weights(self.curve, self._paces, tokens_left)
@@ -231,7 +231,7 @@ class AdaptiveConfidenceCriteria(StoppingCriteria):
         """Learn from a finished round.
 
         Args:
-            records (`Sequence[RoundRecord]` of length R): What became of each request.
+            records (`Sequence[RoundRecord]` of length R): The round of each request.
         """
         self._times.observe(records)
         for history, record in zip(self.histories, records, strict=True):

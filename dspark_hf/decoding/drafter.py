@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What passes between the decoding loop and its drafting half: proposals one way, committed context the other.
+"""The interface of the decoding loop and a drafter: proposals one way, committed context the other.
 
 Legend: R requests, N tokens of a pass of the target, k drafts, m captured layers, d hidden, V vocabulary.
 """
@@ -19,14 +19,14 @@ from ..scheduling.curve import SPSCurve
 
 @dataclass(frozen=True)
 class DraftProposal:
-    """What a round sends to verification for one request.
+    """The drafts of one request that a round sends to verification.
 
     Args:
         token_ids (`torch.LongTensor` of shape `(1, k)`): Drafts, k >= 0, on the device of the text.
         draft_logits (`torch.Tensor` of shape `(1, k, V)`, *optional*):
             Exactly the logits the drafts were sampled from, fp32; `None` when greedy.
         confidence (`tuple[float, ...]`): c of every slot drafted, cut ones included; empty without a confidence head.
-        drafted (`bool`): Whether a block was drafted; `False` where drafting does not pay or no draft could be kept.
+        drafted (`bool`): Whether a block was drafted; `False` if drafting does not pay off or no draft could be kept.
     """
 
     token_ids: torch.Tensor
@@ -47,18 +47,18 @@ class ContextSpan:
 
 @dataclass(frozen=True)
 class CommittedContext:
-    """What a pass of the target leaves for the draft to read."""
+    """The hidden states of a target pass, and which of them are committed context for the draft."""
 
     hidden_states: tuple[torch.Tensor | None, ...]  # by layer, each [1, N, d]; None for layers that were not asked for
-    spans: tuple[ContextSpan, ...]  # one for each request that goes on
+    spans: tuple[ContextSpan, ...]  # one for each request that continues
 
 
 class Drafter(Protocol):
-    """The drafting half of a call, for all its requests."""
+    """Drafts for all requests of a call."""
 
     @property
     def model_kwargs_overrides(self) -> dict[str, Any]:
-        """Keyword arguments of the target's forward: what the draft reads of it."""
+        """Keyword arguments of the target's forward that return what the draft reads."""
 
     @property
     def needs_curve(self) -> bool:
@@ -68,10 +68,10 @@ class Drafter(Protocol):
         """Schedule by measured round times."""
 
     def check_hidden_states(self, hidden_states: tuple[torch.Tensor, ...] | None) -> None:
-        """Refuse a target that does not return what the draft reads."""
+        """Reject a target that does not return the hidden states that the draft reads."""
 
     def add_requests(self, processors: Sequence[LogitsProcessorList]) -> None:
-        """Let more requests join, behind the present ones."""
+        """Add requests after the present ones."""
 
     def keep_requests(self, requests: Sequence[int]) -> None:
         """Forget all other requests."""
@@ -79,10 +79,10 @@ class Drafter(Protocol):
     def propose(
         self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None = None, others_wait: bool = False
     ) -> list[DraftProposal]:
-        """Draft after each text, its anchor last, no more tokens than it may still grow by."""
+        """Draft after each text, whose last token is the anchor, within the tokens that it may still grow by."""
 
     def read(self, context: CommittedContext) -> None:
-        """Take in what the target made of committed tokens."""
+        """Read the target's hidden states of committed tokens."""
 
     def observe(self, records: Sequence[RoundRecord]) -> None:
         """Learn from a finished round."""

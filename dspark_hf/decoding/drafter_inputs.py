@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every kind of draft does alike around its own passes: knobs, captured states, vocabularies, ends of text.
+"""Shared by all kinds of drafts: knobs, captured hidden states, vocabularies and ends of text.
 
 Legend: c context tokens, k drafts, m captured layers, d hidden, V target vocabulary, D draft vocabulary (= V unless
 reduced).
@@ -20,11 +20,11 @@ from .drafter import CommittedContext, ContextSpan
 
 def chosen_knob(
     name: str, draft_config: GenerationConfig, call_config: GenerationConfig | None
-) -> Any:  # None where nobody chose one
+) -> Any:  # None if the user set none
     """A drafting knob: the call's own value, else that of the draft's `generation_config`.
 
-    transformers merges 20 tokens, threshold 0.4 and "constant" into every call, so those values of the call are
-    nobody's choice and count as unset; on the draft every value counts.
+    transformers fills 20 tokens, threshold 0.4 and "constant" into every call, so in a call these values are treated
+    as not set by the user; on the draft every value counts.
     """
     call_value = getattr(call_config, name, None)
     if call_value is not None and call_value != LIBRARY_DEFAULTS.get(name):
@@ -39,7 +39,7 @@ def end_token_ids(generation_config: GenerationConfig) -> frozenset[int]:
 
 
 def length_to_end(token_ids: Sequence[int], end_ids: frozenset[int]) -> int:
-    """Drafts up to the first that ends the text: nothing is kept after an accepted one."""
+    """Number of drafts up to the first that ends the text, after which nothing is kept."""
     return next((slot + 1 for slot, token in enumerate(token_ids) if token in end_ids), len(token_ids))
 
 
@@ -52,7 +52,7 @@ def drafts_within(
     """`most` drafts, or as many as the target's positions allow."""
     if limits == PositionLimits() or most < 1:
         return most
-    # Some targets go by the position, some by the length of the padded text.
+    # Some targets count positions, some the length of the padded text.
     allowed = (limits.most_drafts(length) for length in (text.shape[1], int(anchor_position) + 1))
     return min([most, *(count for count in allowed if count is not None)])
 
@@ -84,7 +84,7 @@ def captured_states(
     device: torch.device,
     dtype: torch.dtype,
 ) -> torch.Tensor:  # [1, num_tokens, m * d]
-    """The layers that a draft reads, side by side."""
+    """The hidden states that a draft reads, concatenated over layers."""
     return torch.cat([hidden_states[i + 1][:, :num_tokens].to(device, dtype) for i in layer_ids], dim=-1)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of blocks drawn slot by slot, and the slots that end a block because nothing can be drawn from them.
+"""Draws the tokens of blocks slot by slot, and ends a block at a slot that has no distribution to draw from.
 
 Two things leave a slot without a distribution: numbers of the draft that are not finite (float16 ends at 65504), and
 a constraint that allows nothing of a reduced draft vocabulary. Ending the block there is lossless under sampling:
@@ -28,7 +28,7 @@ logger = logging.get_logger("transformers.dspark_hf.decoding.drawing")
 
 @dataclass(frozen=True)
 class DrawnBlocks:
-    """What a round drew."""
+    """The drafts of a round, and the logits that they were drawn from."""
 
     token_ids: torch.Tensor  # [R, k], target ids; those from `lengths` on mean nothing
     draft_logits: torch.Tensor | None  # [R, k, D or V], what they came from; None when greedy
@@ -59,7 +59,7 @@ class BlockDrawer:
 
     @property
     def has_open_blocks(self) -> bool:
-        """Whether any block goes on; known only where processors read the text, `True` otherwise."""
+        """Whether any block is still open; known only if processors read the text, else `True`."""
         return any(self._open)
 
     def draw(
@@ -104,17 +104,17 @@ class BlockDrawer:
             row = row.float()
         if not processors:
             return row, None
-        finite = torch.isfinite(row.amax(dim=-1))  # NaN and inf win a maximum
-        row.masked_fill_(~finite[:, None], 0.0)  # some processors refuse NaN, others make numbers of it
+        finite = torch.isfinite(row.amax(dim=-1))  # a maximum propagates NaN and inf
+        row.masked_fill_(~finite[:, None], 0.0)  # some processors reject NaN, others turn it into numbers
         if self._rowwise:  # the same for every request, and they do not read the text
             return processors(self._texts[0], row), finite
         parts = over_target_vocabulary(row, self._draft_token_ids, self._vocab_size).split(1)
         columns = zip(self._processors, self._texts, parts, self._open, strict=True)
-        # A text that goes on after its block has ended is one that a grammar may not know.
+        # A grammar may not accept a text that continues after its block has ended.
         return torch.cat([own(text, part) if is_open else part for own, text, part, is_open in columns]), finite
 
     def finish(self) -> DrawnBlocks:
-        """End the round; the one place where the host waits for what was drawn."""
+        """End the round; the only place where the host waits for the drawn tokens."""
         stacked = torch.stack([torch.stack(self._usable, dim=1), torch.stack(self._finite, dim=1)])  # [2, R, k]
         lengths, overflowed = [], []
         for limit, usable, finite in zip(self._limits, *stacked.tolist(), strict=True):
@@ -126,7 +126,7 @@ class BlockDrawer:
 
 
 def warn_not_finite(draft: PreTrainedModel, what: str) -> None:
-    """Say once why blocks end early, and what helps."""
+    """Warn once why blocks end early, with the remedy."""
     dtype = str(draft.dtype).removeprefix("torch.")
     if draft.dtype == torch.float16:
         remedy = "float16 ends at 65504. Load the draft in bfloat16 or float32"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafting half of a round: context in, one parallel pass, the sequential chain, and where to cut it.
+"""Drafts with a DSpark draft: read context, one parallel pass, the sequential chain, and the cut.
 
 Legend: R requests, c context tokens of one and C of all of them, g block_size, k drafts, m captured layers, d hidden,
 V target vocabulary, D draft vocabulary (= V unless reduced). q is the draft's distribution after the mirrored
@@ -42,7 +42,7 @@ from .processors import mirrored
 
 @dataclass
 class _Request:
-    """One request's side of the drafting.
+    """Drafting state of one request.
 
     `context` (1, c, m * d) and `positions` (1, c) are those of committed tokens the draft has not read yet, in parts;
     `anchor_position` is (1, 1).
@@ -55,7 +55,7 @@ class _Request:
     anchor_position: torch.Tensor | None = None
 
     def add(self, context: torch.Tensor, positions: torch.Tensor) -> None:
-        """Take in context and its positions, the anchor's last."""
+        """Append context and its positions, the last of which is the anchor's."""
         self.context.append(context)
         self.positions.append(positions[:, :-1])
         self.anchor_position = positions[:, -1:]
@@ -149,7 +149,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         )
 
     def read(self, context: CommittedContext) -> None:
-        """Take in the target's hidden states of the tokens just committed, the new anchors excluded.
+        """Read the target's hidden states of the tokens just committed, the new anchors excluded.
 
         Args:
             context (`CommittedContext`): Of the last pass of the target.
@@ -179,7 +179,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.read(context_of_one(hidden_states, num_tokens, model_kwargs, num_before, is_prompt))
 
     def add_requests(self, processors: Sequence[LogitsProcessorList]) -> None:
-        """Let more requests join, behind the present ones.
+        """Add requests after the present ones.
 
         Args:
             processors (`Sequence[LogitsProcessorList]`): The prepared processors of each.
@@ -203,7 +203,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def propose(
         self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None = None, others_wait: bool = False
     ) -> list[DraftProposal]:
-        """Draft the tokens after each request's anchor and cut them where going on does not pay.
+        """Draft the tokens after each request's anchor and cut them where further drafts do not pay off.
 
         Args:
             texts (`Sequence[torch.LongTensor]` of length R): Each request's text, `(1, s)`, the anchor last.
@@ -214,13 +214,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
         Returns:
             `list[DraftProposal]`: empty ones where the length limit leaves no room for a draft, where drafting does
-            not pay, or where the draft's numbers are not finite again and again; the context waits then, and is
+            not pay off, or where the draft's numbers are repeatedly not finite; the context waits then, and is
             caught up with in one pass.
         """
         if limits is None:
             limits = [self.max_length - text.shape[1] for text in texts]
         tokens_left = None if others_wait else limits
-        # The target adds one token itself, so a draft in the last free place could never be kept.
+        # The target adds one token itself, so a draft at the last free position could never be kept.
         limits = [max(0, min(self.options.num_assistant_tokens, limit - 1)) for limit in limits]
         limits = [
             drafts_within(self._position_limits, limit, text, request.anchor_position)
@@ -259,7 +259,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def _note_failures(
         self, drawn: DrawnBlocks, rows: list[tuple[float, ...]], lengths: list[int], limits: list[int]
     ) -> None:
-        """Let requests pause whose numbers do not even give a first draft."""
+        """Pause requests whose logits are not finite from the first slot on."""
         if any(drawn.overflowed):
             warn_not_finite(self.draft, "logits")
         for request, limit in enumerate(limits):
@@ -332,7 +332,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         num_slots: int,
         tokens_left: Sequence[int] | None,
     ) -> list[int]:
-        """How many drafts of each request to send."""
+        """Choose how many drafts of each request to send."""
         lengths = drawn.lengths
         if self.criterion is not None and max(lengths):
             if confidence is None:
@@ -340,7 +340,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             # As wide as without dead ends, which depend on the drafts before them: how many slots there are must not
             # tell the scheduler of a slot what its draft leads to.
             confidence = torch.nn.functional.pad(confidence, (0, num_slots - confidence.shape[1]))
-            if min(lengths) < num_slots:  # slots that cannot be sent must not use up the budget
+            if min(lengths) < num_slots:  # slots that cannot be sent must not consume the budget
                 slots = torch.arange(num_slots, device=confidence.device)
                 is_kept = slots < torch.tensor(lengths, device=confidence.device)[:, None]
                 confidence = confidence.masked_fill(~is_kept, 0.0)
@@ -359,7 +359,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Let the criterion learn from a finished round.
 
         Args:
-            records (`Sequence[RoundRecord]` of length R): What became of each request.
+            records (`Sequence[RoundRecord]` of length R): The round of each request.
         """
         if self.criterion is not None:
             self.criterion.observe(records)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The drafting half of a round with an Eagle3 draft: one pass over what was committed, then one per draft token.
+"""Drafts with an Eagle3 draft: one pass over the committed tokens, then one per draft token.
 
 Legend: c context tokens, k drafts, m captured layers, d hidden, V target vocabulary, D draft vocabulary (= V unless
 reduced). q is the draft's distribution after the mirrored processors. One request at a time.
@@ -43,7 +43,7 @@ def resolve_num_drafts(
 ) -> int:  # at least 1
     """Drafts per round: the call's own value, else that of the draft's `generation_config`, else `ttt_length`.
 
-    What transformers merges into every call is nobody's choice and counts as unset.
+    Values that transformers fills into every call are treated as not set by the user.
     """
 
     def chosen(name: str) -> Any:
@@ -73,7 +73,7 @@ def resolve_num_drafts(
 
 
 def check_single_row(num_rows: int, is_queued: bool = False) -> None:
-    """Refuse a batch; called before anything is generated."""
+    """Reject a batch; called before anything is generated."""
     if num_rows != 1 or is_queued:
         got = "rows that wait" if num_rows == 1 else f"{num_rows} rows (a batch, or `num_return_sequences`)"
         raise NotImplementedError(
@@ -125,21 +125,21 @@ class Eagle3CandidateGenerator(CandidateGenerator):
 
     @property
     def needs_curve(self) -> bool:
-        """Whether measured round times would change what is drafted: they do not."""
+        """Measured round times never change what is drafted."""
         return False
 
     def use_curve(self, curve: SPSCurve) -> None:
-        """Nothing is scheduled."""
+        """No-op: nothing is scheduled."""
 
     def observe(self, records: Sequence[RoundRecord]) -> None:
-        """Nothing is learned from a finished round."""
+        """No-op: nothing is learned from a finished round."""
 
     def add_requests(self, processors: Sequence[LogitsProcessorList]) -> None:
-        """Refuse more requests beside the one."""
+        """Reject a second request."""
         check_single_row(1 + len(processors))
 
     def keep_requests(self, requests: Sequence[int]) -> None:
-        """Nothing to forget: the one request ends with the call."""
+        """No-op: the one request ends with the call."""
 
     def check_hidden_states(self, hidden_states: tuple[torch.Tensor, ...] | None) -> None:
         """Check that the target returned the hidden states the draft reads."""
@@ -149,7 +149,7 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         )
 
     def read(self, context: CommittedContext) -> None:
-        """Take in the target's hidden states of the tokens just committed, the new anchor excluded."""
+        """Read the target's hidden states of the tokens just committed, the new anchor excluded."""
         (span,), draft = context.spans, self.draft
         layer_ids = draft.config.target_layer_ids
         states = captured_states(context.hidden_states, layer_ids, span.rows.stop, draft.device, draft.dtype)
@@ -178,14 +178,14 @@ class Eagle3CandidateGenerator(CandidateGenerator):
         """Draft the tokens after the anchor."""
         (input_ids,) = texts
         room = limits[0] if limits is not None else self.max_length - input_ids.shape[1]
-        # The target adds one token itself, so a draft in the last free place could never be kept.
+        # The target adds one token itself, so a draft at the last free position could never be kept.
         limit = drafts_within(self._position_limits, min(self.num_drafts, room - 1), input_ids, self._anchor_position)
         if limit < 1 or not self._pause.passes():
             return [DraftProposal(input_ids[:, :0], drafted=False)]
         hidden, position = self._read_context(input_ids)
         committed = self._cache.get_seq_length()
         drawn = self._draft_chain(input_ids, hidden, position, limit)
-        self._cache.crop(committed - self._cache.get_seq_length())  # what was drafted gets the target's states
+        self._cache.crop(committed - self._cache.get_seq_length())  # drafted tokens get the target's states
         self._pause.observe(failed=drawn.overflowed[0] and drawn.lengths[0] == 0)
         if drawn.overflowed[0]:
             warn_not_finite(self.draft, "logits")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many prompts in one process: a batch of limited size whose places are given away as soon as they become free."""
+"""Answers many prompts in one process: a batch of limited size, refilled as soon as a place becomes free."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generate_many(
 ) -> list[torch.Tensor]:
     """Answer any number of prompts, at most `max_batch` at a time; every answer is that of its prompt alone.
 
-    When a text ends, a waiting prompt takes its place, so that the batch stays full to the last few texts. Prompts
+    When a text ends, a waiting prompt takes its place, so the batch stays full until the last few texts. Prompts
     begin in their order; `max_time` is one clock for all of them. For many users use a server; the exported draft
     runs in vLLM and SGLang.
 
@@ -57,7 +57,7 @@ def generate_many(
         raise ValueError("`prompts` must hold at least one prompt, got none.")
     for name in ("num_return_sequences", "streamer", "assistant_model", "return_dict_in_generate"):
         if generate_arguments.get(name):
-            raise ValueError(f"`generate_many` takes no `{name}`, got {generate_arguments[name]!r}. Leave it away.")
+            raise ValueError(f"`generate_many` takes no `{name}`, got {generate_arguments[name]!r}. Remove it.")
     for name in ("max_length", "min_length"):  # they count the padding of the prompts that begin together
         if generate_arguments.get(name):
             other = name.replace("length", "new_tokens")
@@ -71,7 +71,7 @@ def generate_many(
     rows = [torch.as_tensor(prompt, dtype=torch.long, device=target.device).reshape(1, -1) for prompt in prompts]
     empty = next((number for number, row in enumerate(rows) if row.shape[1] == 0), None)
     if empty is not None:
-        raise ValueError(f"Every prompt must hold at least one token, got none in prompt {empty}. Leave it away.")
+        raise ValueError(f"Every prompt must hold at least one token, got none in prompt {empty}. Remove it.")
     answers: list[torch.Tensor | None] = [None] * len(rows)
 
     def finish(number: int, answer: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ def generate_many(
 
 
 def _left_padded(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts `(1, s)` as one tensor, and its mask; what stands in the padding is never read."""
+    """Prompts `(1, s)` as one tensor, and its mask; padding values are never read."""
     longest = max(row.shape[1] for row in rows)
     input_ids = rows[0].new_zeros(len(rows), longest)
     attention_mask = torch.zeros_like(input_ids)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing fails silently: a draft that is almost never accepted is said to be."""
+"""Warns about a draft that is almost never accepted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HOPELESS_ROUNDS, HOPELESS_LENGTH = 16, 1.05
 
 
 def warn_if_hopeless(target: PreTrainedModel, draft: PreTrainedModel, stats: AcceptanceStats) -> None:
-    """By the rounds of this call; a call that soon stops drafting has too few, and counts together with the next.
+    """Warn if the drafts of this call were almost never accepted; calls with too few rounds are counted together.
 
     The counts of such short calls stay with the target. They serve the warning only: nothing that is drafted depends
     on other calls.

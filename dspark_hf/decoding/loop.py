@@ -3,17 +3,17 @@
 
 One round, top to bottom (`_Loop._round`):
 
-    drafter.propose   the draft writes a block after each text, and cuts it where going on does not pay
+    drafter.propose   the draft writes a block after each text, cut where further drafts do not pay off
     runner.forward    one pass of the target over every anchor and its drafts
     request.judge     the one rule that accepts drafts; the text ends where plain generation would end it
-    runner.commit     caches take back what was rejected; what is left is context for the draft
+    runner.commit     caches drop rejected tokens; the rest is context for the draft
     request.append    the text grows
-    drafter.read      the draft takes in the context
-    drafter.observe   ... and learns from the round; the round is recorded
+    drafter.read      the draft reads the context
+    drafter.observe   the drafter learns from the round, which is recorded
 
-It takes the place of transformers' assisted loop. What that loop leaves to block ends happens token by token here
-(stop strings, custom criteria), a reused chat cache is continued, not filled twice, and every request of a batch
-advances at its own pace: a round verifies the drafts of all of them in one pass.
+It replaces transformers' assisted loop. Stop strings and custom criteria are evaluated token by token, not only at the
+end of a block. A reused chat cache is continued, not filled twice. Every request of a batch advances at its own pace:
+a round verifies the drafts of all of them in one pass.
 
 Legend: R requests, s text, k drafts, n new tokens, V vocabulary. p is the target's distribution, q the draft's.
 """
@@ -87,7 +87,7 @@ class _Loop:
         self.collectors = (self.stats, *active_collectors())
 
     def use_round_times(self, profile_of: Callable[[int], Any]) -> None:
-        """Schedule by the round times of this machine, where they are known or worth measuring."""
+        """Schedule by the round times of this machine, if they are known or worth measuring."""
         profile = profile_of(max(request.num_left for request in self.requests))
         if profile is not None:
             self.drafter.use_curve(profile.curve(max(request.input_ids.shape[1] for request in self.requests)))
@@ -106,7 +106,7 @@ class _Loop:
                 yield from self._admit()
 
     def _prefill(self, requests: Sequence[Request]) -> list[tuple[Request, torch.Tensor]]:
-        """The target over the prompts of new requests."""
+        """Run the target over the prompts of new requests."""
         target_pass = self.runner.prefill(requests)
         self.drafter.check_hidden_states(target_pass.hidden_states)
         nothing = [DraftProposal(request.input_ids[:, :0]) for request in requests]
@@ -132,7 +132,7 @@ class _Loop:
     def _commit(
         self, requests: Sequence[Request], target_pass: TargetPass, verdicts: Sequence[Verdict]
     ) -> list[tuple[Request, torch.Tensor]]:
-        """Bring caches, texts and the draft's context up to date."""
+        """Update caches, texts and the draft's context."""
         context = self.runner.commit(target_pass, verdicts)
         for request, verdict in zip(requests, verdicts, strict=True):
             request.append(verdict)
@@ -141,14 +141,14 @@ class _Loop:
         return [(request, verdict.new_ids) for request, verdict in zip(requests, verdicts, strict=True)]
 
     def _learn(self, records: Sequence[RoundRecord]) -> None:
-        """What the round taught, to the drafter and to those who count."""
+        """Pass the round to the drafter and to the collectors."""
         self.drafter.observe(records)
         for record in records:
             for collector in self.collectors:
                 collector.add(record)
 
     def _retire(self) -> None:
-        """Requests that ended stop costing."""
+        """Drop requests that ended, so that they cost nothing."""
         if not any(request.finished for request in self.requests):
             return
         if self.queue is not None:
@@ -159,7 +159,7 @@ class _Loop:
         self.drafter.keep_requests(kept)
 
     def _admit(self) -> Iterator[tuple[Request, torch.Tensor]]:
-        """Prefill waiting prompts into the places that became free; their first token may be their last."""
+        """Prefill waiting prompts into free places; their first token may be their last."""
         while self.queue is not None and (waiting := self.queue.take(len(self.requests))):
             requests = [self.factory.one(index, prompt) for index, prompt in waiting]
             self.requests += requests

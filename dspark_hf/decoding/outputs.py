@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `generate` returns besides the tokens, one entry per generated token as in plain generation."""
+"""Optional outputs of `generate`, with one entry per generated token as in plain generation."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention for texts of different lengths whose new tokens lie one after the other in one row ("packed").
+"""Attention for texts of different lengths whose new tokens are concatenated in one row ("packed").
 
 Everything but attention works token by token, so a packed pass costs the sum of the tokens, not the number of texts
 times the longest. Attention alone is computed text by text: queries are spread to one row per text, keys and values
@@ -26,14 +26,14 @@ from ..drafts.attention import folded_attention, folded_mask
 
 
 PACKED_ATTENTION = "dspark_packed"
-# What layers hand to attention besides, and what would be lost here.
+# Further arguments that layers pass to attention, which packed attention would ignore.
 CHANGES_SCORES = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
-# Beyond so many queries per text a mask for each head of a group fills the memory, and nothing is gained by it.
+# Beyond this many queries per text, a mask for each head of a group fills the memory without any gain.
 MOST_FOLDED_QUERIES = 64
 
 
 class PackedPass:
-    """Which packed token belongs where in one forward of the target."""
+    """Maps packed tokens to texts and cache positions in one forward of the target."""
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class PackedPass:
 
     @property
     def stand_in_mask(self) -> torch.Tensor:  # [1, 1, 1, N]
-        """Its four dimensions tell a target that masks are made already; packed attention knows which."""
+        """A 4-D mask, so that the model makes none; its contents are ignored: `packed_attention` builds the mask."""
         return torch.ones(1, 1, 1, len(self._text), dtype=torch.bool, device=self._text.device)
 
     def spread(
         self,
         packed: torch.Tensor,  # [1, h, N, e]
-    ) -> torch.Tensor:  # [A, h, q, e], what stands behind shorter ones is of no account
+    ) -> torch.Tensor:  # [A, h, q, e]; positions past a text's last query are undefined
         """One row per text."""
         _, heads, _, width = packed.shape
         tokens = packed[0].transpose(0, 1).reshape(-1, heads * width)
@@ -91,7 +91,7 @@ class PackedPass:
         return tokens.view(1, -1, heads, width)
 
     def mask(self, num_keys: int, window: int | None) -> torch.Tensor:  # [A, 1, q, K], True = visible
-        """What each new token sees: the tokens up to itself, or the last `window` of them."""
+        """The mask of the new tokens: each sees the tokens up to itself, or the last `window` of them."""
         key = (num_keys, window)
         if key not in self._masks:
             keys = torch.arange(num_keys, device=self._starts.device)
@@ -117,7 +117,7 @@ _active: contextvars.ContextVar[PackedPass | None] = contextvars.ContextVar("pac
 
 @contextlib.contextmanager
 def packed_pass(current: PackedPass) -> Iterator[None]:
-    """Tell the attention of every forward inside the `with` block what its tokens are."""
+    """Set the packed tokens that the attention of every forward in the `with` block works on."""
     token = _active.set(current)
     try:
         yield
@@ -181,7 +181,7 @@ def _fused(
 def _ordinary_mask(
     mask: torch.Tensor | None, num_queries: int, num_keys: int, window: int | None, device: torch.device
 ) -> torch.Tensor | None:
-    """The mask of another thread's plain call; one that began before may have none, for its kernel needed none."""
+    """The mask of another thread's plain call; one that began earlier may have none, if its kernel needed none."""
     if mask is not None or num_queries == 1:
         return mask
     query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
@@ -198,7 +198,7 @@ AttentionMaskInterface.register(
 
 
 def check_layers(target: PreTrainedModel) -> None:
-    """Refuse targets whose layers do more than attend to their past, or to a window of it that they tell of."""
+    """Reject targets with layers other than full or declared sliding-window attention."""
     config = target.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     others = sorted(kinds - {"full_attention", "sliding_attention"})
@@ -218,7 +218,7 @@ _users: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, list[tuple[PreTrai
 
 @contextlib.contextmanager
 def attention_packed(target: PreTrainedModel) -> Iterator[None]:
-    """Let a target attend by [`packed_attention`]; its own implementation is back after the last such block."""
+    """Make a target use [`packed_attention`]; its own implementation is restored after the last such block."""
     with _users_lock:
         count, as_found = _users.get(target, (0, None))
         if count == 0:
@@ -260,7 +260,7 @@ def _switch(target: PreTrainedModel, as_found: list[tuple[PreTrainedConfig, Any]
     config = target.config.get_text_config(decoder=True)
     before = config._attn_implementation
     try:
-        # Of a `PeftModel` only the instance knows, which asks the model inside.
+        # For a `PeftModel` only the instance has it, which asks the model inside.
         if any(getattr(owner, "_supports_attention_backend", False) for owner in (type(target), target)):
             target.set_attn_implementation(PACKED_ATTENTION)
     except ValueError:  # a part that cannot

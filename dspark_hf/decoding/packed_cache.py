@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target cache whose rows have lengths of their own: texts advance at their own pace, end, and make room.
+"""A target cache whose rows have different lengths: texts advance at their own pace, end, and free their row.
 
-A row holds the tokens of one text from its first slot on, without padding and without holes: what a text takes back
-is overwritten by what comes next.
+A row holds the tokens of one text from its first slot on, without padding and without gaps: rejected tokens are
+overwritten by the next ones.
 
 Legend: R rows, h key-value heads, e head width, N packed tokens (see `packed_attention`).
 """
@@ -45,7 +45,7 @@ class RowCacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def reserve(self, num_rows: int, num_tokens: int) -> None:
-        """Make room; nothing that is held is lost."""
+        """Grow the buffers; their contents are kept."""
         rows = max(0, num_rows - self.num_rows)
         tokens = max(0, -(-num_tokens // self.GRANULARITY) * self.GRANULARITY - self.capacity)
         if self.is_initialized and (rows or tokens):
@@ -55,7 +55,7 @@ class RowCacheLayer(CacheLayerMixin):
         self.num_rows, self.capacity = self.num_rows + rows, self.capacity + tokens
 
     def keep(self, rows: Sequence[int], num_tokens: int) -> None:
-        """Drop all other rows, and what no row that is left needs."""
+        """Drop all other rows, and capacity that no remaining row needs."""
         self.num_rows = len(rows)
         self.capacity = min(self.capacity, -(-max(num_tokens, 1) // self.GRANULARITY) * self.GRANULARITY)
         if self.is_initialized:
@@ -110,12 +110,12 @@ class RowCache(Cache):
         return current
 
     def commit(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Count tokens of the pass in; what follows them is taken back."""
+        """Commit tokens of the pass; those after them are dropped."""
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
 
     def add(self, num_rows: int) -> None:
-        """Make room for more texts, behind the present ones."""
+        """Add rows for more texts, after the present ones."""
         self.lengths += [0] * num_rows
 
     def keep(self, rows: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's passes over a batch: new tokens of all texts packed into one row, keys and values in a row per text.
 
-A pass costs the sum of the tokens that it verifies. See `single_runner` for one request, which keeps everything that
-plain generation offers there.
+A pass costs the sum of the tokens that it verifies. See `single_runner` for one request, which supports all that
+plain generation does.
 
 Legend: R requests, N packed tokens, k drafts, V vocabulary.
 """
@@ -42,20 +42,20 @@ class PackedRunner:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Holds during the whole call: the target attends row by row."""
+        """Active during the whole call: the target uses packed attention."""
         with attention_packed(self.target):
             yield
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
-        """Holds from the first round on: nothing. Experts stay as for prompts, since passes are as long."""
+        """No-op from the first round on: experts stay as for prompts, since passes are as long."""
         return contextlib.nullcontext()
 
     def rollback_on_error(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing to roll back: the cache ends with the call."""
+        """No-op: the cache ends with the call."""
         return contextlib.nullcontext()
 
     def prefill(self, requests: Sequence[Request]) -> TargetPass:  # logits [1, 1, V] each, those after the prompt
-        """The target over the prompts of new requests, which come behind the present ones."""
+        """Run the target over the prompts of new requests, which are added after the present ones."""
         first = len(self.requests)
         self.requests += requests
         self.cache.add(len(requests))
@@ -65,7 +65,7 @@ class PackedRunner:
         return TargetPass(logits, outputs.hidden_states, outputs, starts_over=True, packed=packed)
 
     def forward(self, proposals: Sequence[DraftProposal]) -> TargetPass:  # logits [1, 1 + k, V] each
-        """The target over the anchor and the drafts of the first requests."""
+        """Run the target over the anchor and the drafts of the first requests."""
         pairs = zip(self.requests, proposals, strict=False)
         new_ids = [torch.cat([request.input_ids[:, -1:], own.token_ids], dim=1) for request, own in pairs]
         packed, outputs = self._run(range(len(proposals)), new_ids)
@@ -73,7 +73,7 @@ class PackedRunner:
         return TargetPass(logits, outputs.hidden_states, outputs, starts_over=False, packed=packed)
 
     def commit(self, target_pass: TargetPass, verdicts: Sequence[Verdict]) -> CommittedContext:
-        """Keep what was committed of the tokens of the pass."""
+        """Keep the committed tokens of the pass."""
         packed = target_pass.packed
         # Of a prompt every token; of a round the anchor and what was accepted: the last committed token is the next
         # anchor, which the target has not seen.
@@ -88,7 +88,7 @@ class PackedRunner:
         return CommittedContext(target_pass.hidden_states, tuple(spans))
 
     def keep(self, requests: Sequence[int]) -> None:
-        """Forget all other requests: those that ended cost nothing any more."""
+        """Forget all other requests, so that ended ones cost nothing."""
         self.requests = [self.requests[index] for index in requests]
         self.cache.keep(requests)
 
@@ -128,7 +128,7 @@ class PackedRunner:
 
 
 def check_batch(target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Refuse a batch that needs what only one row at a time can have."""
+    """Reject a batch that uses options supported for single rows only."""
     inputs = sorted(
         key
         for key, value in model_kwargs.items()
@@ -158,7 +158,7 @@ def check_batch(target: PreTrainedModel, generation_config: GenerationConfig, mo
 
 
 def check_memory(target: PreTrainedModel, requests: Sequence[Request]) -> None:
-    """Refuse prompts whose keys and values alone do not fit into memory."""
+    """Reject prompts whose keys and values alone do not fit into memory."""
     layers = layers_of(target.config.get_text_config(decoder=True))
     width = sum(layer.num_key_value_heads * layer.head_dim for layer in layers)  # of the keys of a token
     longest = max(request.input_ids.shape[1] for request in requests)
@@ -177,7 +177,7 @@ def _too_large(num_rows: int, longest: int, needed: int | None = None, available
 
 
 def _available_bytes(device: torch.device) -> int | None:
-    """Free memory of a device; None where it cannot be told."""
+    """Free memory of a device; None if unknown."""
     if device.type == "cuda":
         return (
             torch.cuda.mem_get_info(device)[0]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which logits processors may run where.
+"""Selects which logits processors also run on the draft.
 
 A processor of the target's runs once per committed token, on the very prefix plain generation would give it, so that
-stateful ones (watermarks, guidance, grammars) behave as in plain generation. On the draft's side running them is a
-matter of acceptance only, so just the ones known to be pure functions of (ids, scores) are mirrored there.
+stateful ones (watermarks, guidance, grammars) behave as in plain generation. On the draft they affect acceptance only,
+so only those known to be pure functions of (ids, scores) are mirrored there.
 """
 
 from __future__ import annotations

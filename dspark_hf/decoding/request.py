@@ -21,18 +21,18 @@ from .verification import accept_drafts, select_bonus, verify_block
 
 @dataclass(frozen=True)
 class TargetPass:
-    """What one pass of the target gave."""
+    """The outputs of one pass of the target."""
 
     logits: list[torch.Tensor]  # per request of the pass, [1, 1 + k, V]; [1, 1, V] after a prompt
     hidden_states: tuple[torch.Tensor | None, ...]  # by layer, each [1, N, d], of the tokens of the pass
     outputs: Any
     starts_over: bool  # whether the pass is over a whole text, as the first one is
-    packed: PackedPass | None = None  # where the tokens of each request of a batch lie
+    packed: PackedPass | None = None  # positions of the tokens of each request of a batch
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a verification adds to a text."""
+    """The tokens that a verification adds to a text."""
 
     new_ids: torch.Tensor  # [1, n], new tokens; they may end before the bonus token
     scores: torch.Tensor  # [1, >= n, V], the processed logits that the tokens came from
@@ -70,7 +70,7 @@ class Request:
         return self.input_ids[0, self.num_prompt_tokens :]
 
     def append(self, verdict: Verdict) -> None:
-        """Append what a verification adds."""
+        """Append the tokens of a verification."""
         self.log.add(verdict.raw_logits, verdict.scores, verdict.new_ids.shape[1])
         self.input_ids = torch.cat([self.input_ids, verdict.new_ids], dim=1)
 
@@ -99,7 +99,7 @@ class Request:
         return Verdict(new_ids, scores, logits, num_accepted, int(result.bonus_token))
 
     def _judge_stepwise(self, raw: torch.Tensor, logits: torch.Tensor, proposal: DraftProposal) -> Verdict:
-        """As plain generation runs processors and criteria: in turn, once per token, on its own prefix, no further."""
+        """Run processors and criteria as plain generation does: in turn, once per token, each on its own prefix."""
         draft_ids, draft_logits = proposal.token_ids, proposal.draft_logits
         new_ids, rows, accepted = draft_ids[:, :0], [], True
         while accepted and not self.finished:
@@ -118,7 +118,7 @@ class Request:
         return Verdict(new_ids, torch.stack(rows, dim=1), raw, num_accepted, bonus_token)
 
     def _stops_after(self, new_ids: torch.Tensor, scores: torch.Tensor) -> bool:
-        """Whether plain generation would end after these tokens of the round; the criteria see what it shows them."""
+        """Whether plain generation would end after these tokens; the criteria get the same inputs as there."""
         scores_so_far = None
         if self.log.scores is not None:
             scores_so_far = self.log.scores + tuple(scores[:, i] for i in range(new_ids.shape[1]))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A row's own versions of the processors and criteria that `generate` prepared for a whole batch.
 
-Plain generation pads the prompts of a batch to one length, and rules that count, or remember the prompts, count and
-remember the padding and the other rows in. A row is generated as a text of its own here, so its rules must be those
-that it would have alone.
+Plain generation pads the prompts of a batch to one length, and rules that count tokens or keep the prompts include the
+padding and the other rows. Here a row is generated as a separate text, so its rules must be those that it would have
+alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def own_rule(
     shift: int,  # length of the padded prompts less s
     index: int,
 ) -> LogitsProcessor | StoppingCriteria:
-    """A row's own version of a processor or criterion: the very same where nothing in it belongs to a row."""
+    """A row's own version of a processor or criterion; the same object if nothing in it depends on a row."""
     if isinstance(rule, logits_process.UnbatchedClassifierFreeGuidanceLogitsProcessor):
         raise NotImplementedError(
             "DSpark applies `guidance_scale` to one row at a time, got a batch. Generate one row at a time."

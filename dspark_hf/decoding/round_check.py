@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round over fixed tokens, once per target: several tokens in one pass must give what single steps give.
+"""Checks a target once with a round over fixed tokens: one pass must give the same logits as single steps.
 
-Where a text can outgrow a sliding window, the round begins behind an invented past that is longer than the window:
-random keys and values cost one pass over a few tokens, a real past a long prefill.
+If a text can outgrow a sliding window, the round begins after an invented past that is longer than the window: random
+keys and values cost one pass over a few tokens, a real past a long prefill.
 
 Legend: h key-value heads, e head width, L tokens of the invented past, V vocabulary.
 """
@@ -35,7 +35,7 @@ _Past = dict[int, tuple[torch.Tensor, torch.Tensor]]  # by layer: keys and value
 
 
 def check_rounds(target: PreTrainedModel, drafter: Drafter, max_length: int) -> None:
-    """Check that a target verifies drafts of one request as it would write them."""
+    """Check that a target verifies drafts of one request as it would generate them."""
     _check(_verified, PLAIN, target, drafter, max_length)
 
 
@@ -168,7 +168,7 @@ def _commit(
     target_pass: TargetPass,
     new_ids: Sequence[torch.Tensor],
 ) -> None:
-    """Go on with the given tokens, whatever the logits say."""
+    """Commit the given tokens, whatever the logits are."""
     verdicts = [
         Verdict(ids, scores, scores, ids.shape[1] - 1, int(ids[0, -1]))
         for ids, scores in zip(new_ids, target_pass.logits, strict=True)

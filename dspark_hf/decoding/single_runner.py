@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's passes over one request, prepared by the target's own rules: any cache and any input.
+"""The target's passes over one request, prepared by the target's own methods: any cache and any input.
 
 Legend: s text, k drafts, V vocabulary.
 """
@@ -48,12 +48,12 @@ class SingleRunner:
         return self.model_kwargs[CACHE_KEY]
 
     def running(self) -> contextlib.AbstractContextManager[None]:
-        """Holds during the whole call: nothing, here."""
+        """No-op."""
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
-        """Holds from the first round on."""
+        """Active from the first round on."""
         with self.target._optimize_model_for_decode():
             self._record_past(self.model_kwargs[CACHE_KEY])
             try:
@@ -73,7 +73,7 @@ class SingleRunner:
 
     @contextlib.contextmanager
     def rollback_on_error(self) -> Iterator[None]:
-        """A criterion or processor that raises leaves a user's cache without the round it broke off."""
+        """If a criterion or processor raises, remove the interrupted round from the user's cache."""
         cache = self.model_kwargs[CACHE_KEY]
         length = int(cache.get_seq_length())
         try:
@@ -83,7 +83,7 @@ class SingleRunner:
             raise
 
     def prefill(self, requests: Sequence[Request]) -> TargetPass:  # logits [1, 1, V], those after the prompt
-        """The target over the prompt; what a user's cache already holds is not run again."""
+        """Run the target over the prompt; tokens that a user's cache already holds are not run again."""
         if self.config.prefill_chunk_size is not None:
             logger.warning_once(
                 "With `prefill_chunk_size` the draft sees the last chunk of the prompt only, and is accepted less."
@@ -99,7 +99,7 @@ class SingleRunner:
         return TargetPass([outputs.logits[:, -1:]], outputs.hidden_states, outputs, starts_over=True)
 
     def forward(self, proposals: Sequence[DraftProposal]) -> TargetPass:  # logits [1, 1 + k, V]
-        """The target over the anchor and the drafts."""
+        """Run the target over the anchor and the drafts."""
         drafts = proposals[0].token_ids
         count = drafts.shape[1]
         kwargs = grow(self.target, {}, dict(self.model_kwargs), count) if count else self.model_kwargs
@@ -125,7 +125,7 @@ class SingleRunner:
         return TargetPass([outputs.logits[:, -1 - count :]], states, outputs, starts_over)
 
     def commit(self, target_pass: TargetPass, verdicts: Sequence[Verdict]) -> CommittedContext:
-        """Bring cache, mask and positions up to date with what was committed."""
+        """Update cache, mask and positions with the committed tokens."""
         (verdict,), outputs, states = verdicts, target_pass.outputs, target_pass.hidden_states
         is_prompt, num_new = self._num_read == 0, verdict.new_ids.shape[1]
         cache = outputs[CACHE_KEY]
@@ -141,7 +141,7 @@ class SingleRunner:
         return CommittedContext(states, ()) if self.request.finished else context
 
     def keep(self, requests: Sequence[int]) -> None:
-        """Nothing to forget: with its one request the call ends."""
+        """No-op: the call ends with its one request."""
 
 
 def model_kwargs_for(
@@ -158,8 +158,7 @@ def model_kwargs_for(
 
 
 class _Asking:
-    """A target that is asked for hidden states after it prepared its inputs: some preparations drop what they do not
-    know."""
+    """Asks a target for hidden states after it prepared its inputs: some preparations drop unknown arguments."""
 
     def __init__(self, target: PreTrainedModel, overrides: dict[str, Any]):
         self._target, self._overrides = target, overrides
@@ -188,7 +187,7 @@ def grow(target: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], nu
 
 
 def _check_cache(target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict[str, Any]) -> None:
-    """Before the prefill: refuse caches of which it is known that they take nothing back."""
+    """Before the prefill, reject caches that are known not to support cropping."""
     cache = model_kwargs.get(CACHE_KEY)
     if cache is None:
         raise NotImplementedError(
@@ -207,7 +206,7 @@ def _check_cache(target: PreTrainedModel, generation_config: GenerationConfig, m
 
 
 def _check_pass(target: PreTrainedModel, outputs: Any, num_tokens: int) -> None:
-    """Refuse a pass that returned less than it was asked for."""
+    """Reject a pass that returned less than requested."""
     num_rows = outputs.logits.shape[1]
     if num_rows < num_tokens:
         raise NotImplementedError(

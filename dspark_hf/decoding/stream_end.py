@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A streamer is told that the text has ended, once, also where the call fails before the decoding loop has it."""
+"""Ends a streamer exactly once, also if the call fails before the decoding loop gets it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass
 class _Duty:
-    """The streamer of the call that runs, and whether it still has to be ended if the call fails."""
+    """The streamer of the running call, and whether it must be ended if the call fails."""
 
     streamer: Any
     is_open: bool = True
@@ -23,7 +23,7 @@ _duty: contextvars.ContextVar[_Duty | None] = contextvars.ContextVar("streamer_t
 
 @contextlib.contextmanager
 def ended_on_failure(streamer: Any) -> Iterator[None]:
-    """End a streamer when the block fails, unless the decoding loop claimed it; the block's error comes through."""
+    """End a streamer when the block fails, unless the decoding loop claimed it; the block's error is re-raised."""
     outer = _duty.get()
     if streamer is None or (outer is not None and outer.streamer is streamer):  # a recipe's call within the call
         yield
@@ -41,13 +41,13 @@ def ended_on_failure(streamer: Any) -> Iterator[None]:
 
 
 def claim(streamer: Any) -> None:
-    """Take over the duty of ending the streamer of the call."""
+    """Take responsibility for ending the streamer of the call."""
     duty = _duty.get()
     if duty is not None and duty.streamer is streamer:
         duty.is_open = False
 
 
 def end_quietly(streamer: Any) -> None:
-    """End a streamer beside an error that is on its way, which an error of the streamer must not hide."""
+    """End a streamer while an error is being raised; an error of the streamer must not hide it."""
     with contextlib.suppress(Exception):
         streamer.end()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens of a batch as they come, one stream per row."""
+"""Streams the tokens of a batch, one stream per row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RowStreamer:
         self._ended: set[int] = set()  # in this call
 
     def put(self, value: torch.Tensor) -> None:
-        """Take the prompts, which `generate` sends before the first token.
+        """Receive the prompts, which `generate` sends before the first token.
 
         Args:
             value (`torch.LongTensor` of shape `(R, s)`): Padded prompts.
@@ -45,7 +45,7 @@ class RowStreamer:
             streamer.put(row[None])
 
     def put_row(self, row: Request, new_ids: torch.Tensor) -> None:
-        """Take new tokens of a row.
+        """Receive new tokens of a row.
 
         Args:
             row (`Request`): The request.
@@ -57,7 +57,7 @@ class RowStreamer:
             self._streamers[row.index].end()
 
     def end(self) -> None:
-        """End the streams that are still open: each of them, also where ending another one fails."""
+        """End all streams that are still open, even if ending one of them fails."""
         with contextlib.ExitStack() as ends:  # runs all of them, the last one first
             for index in reversed(range(len(self._streamers))):
                 if index not in self._ended:
@@ -68,7 +68,7 @@ class RowStreamer:
 def row_sink(
     streamer: Any, num_rows: int
 ) -> Callable[[Request, torch.Tensor], None]:  # takes a row and its new tokens [1, n]
-    """Where the tokens of a round go."""
+    """The function that receives the tokens of a round."""
     if streamer is None:
         return lambda row, new_ids: None  # noqa: ARG005
     if hasattr(streamer, "put_row"):

@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """What one verification decided."""
+    """The result of one verification."""
 
     num_accepted: torch.Tensor  # [R], accepted drafts per request, bonus token excluded
     bonus_token: torch.Tensor  # [R], the token that the target adds after the accepted drafts
@@ -52,9 +52,9 @@ def draw_token(
     logits: torch.Tensor,  # [R, V], processed logits, fp32 when sampling
     do_sample: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[`select_token`] for drafts, whose logits may be no distribution: says so instead of raising.
+    """[`select_token`] for drafts, whose logits may be no distribution: reports it instead of raising.
 
-    A target's tokens are drawn by [`select_token`], which fails as plain generation does.
+    A target's tokens are drawn by [`select_token`], which raises as plain generation does.
 
     Returns tokens [R], any valid ones where nothing can be drawn, and a `torch.BoolTensor` [R]: whether the row was a
     distribution, that is without NaN and +inf and with at least one number.

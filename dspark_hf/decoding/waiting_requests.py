@@ -13,7 +13,7 @@ from .request import Request
 
 
 class WaitingRequests:
-    """Prompts that have not begun, and answers that are done."""
+    """Prompts that have not started, and finished answers."""
 
     def __init__(
         self,
@@ -34,31 +34,31 @@ class WaitingRequests:
         return [prompt.shape[1] for _, prompt in self._waiting]
 
     def take(self, num_running: int) -> list[tuple[int, torch.Tensor]]:
-        """The prompts that may begin now."""
+        """Take the prompts that may start now."""
         count = min(self._max_batch - num_running, len(self._waiting))
         return [self._waiting.popleft() for _ in range(count)]
 
     def hand_in(self, rows: Sequence[Request]) -> None:
-        """Take the answers of texts that ended."""
+        """Store the answers of texts that ended."""
         for row in rows:
             self._on_finished(row.index, row.new_ids)
 
 
 class QueueStreamer:
-    """A streamer that brings more prompts with it, and hands the tokens of each text to a function.
+    """A streamer that carries more prompts, and passes the tokens of each text to a function.
 
     `on_tokens`: called with the number of a prompt and its new tokens, [n].
     """
 
     def __init__(
         self,
-        queue: WaitingRequests,  # the prompts that go on with the call
+        queue: WaitingRequests,  # the prompts that the call continues with
         on_tokens: Callable[[int, torch.Tensor], None] | None,
     ):
         self.queue, self._on_tokens = queue, on_tokens
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompts; nobody waits for them."""
+        """No-op: prompts are not streamed."""
 
     def put_row(self, row: Request, new_ids: torch.Tensor) -> None:
         """See [`RowStreamer.put_row`]."""
@@ -66,9 +66,9 @@ class QueueStreamer:
             self._on_tokens(row.index, new_ids[0])
 
     def end(self) -> None:
-        """Nothing to close."""
+        """No-op: there is nothing to close."""
 
 
 def queue_of(streamer: Any) -> WaitingRequests | None:
-    """The prompts that a call goes on with."""
+    """The prompts that a call continues with."""
     return streamer.queue if isinstance(streamer, QueueStreamer) else None

@@ -39,7 +39,7 @@ AT_ONCE = {"queue": False, "show_progress": "hidden", **PRIVATE}
 
 @dataclass
 class _Run:
-    """One comparison of one visitor, kept on the server: how it is told to stop, and how far it has come."""
+    """One comparison of one visitor, kept on the server: its stop signal and its progress."""
 
     settings: RunSettings
     stop: threading.Event = field(default_factory=threading.Event)
@@ -50,7 +50,7 @@ class _Run:
 
 @dataclass(frozen=True)
 class _Controls:
-    """What a visitor sets; `inputs` in the order of `_settings`."""
+    """The settings of a visitor; `inputs` in the order of `_settings`."""
 
     prompt: gr.Textbox
     inputs: list[Any]
@@ -60,7 +60,7 @@ class _Controls:
 
 @dataclass(frozen=True)
 class _Screen:
-    """What a run changes, in the order of `components`."""
+    """The components that a run changes, in the order of `components`."""
 
     status: gr.HTML
     sides: list[gr.HTML]  # heading and text, without and then with the draft
@@ -79,7 +79,7 @@ def build_demo(
     draft: DSparkDraftModel | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     limits: Limits | None = None,
-    enable_thinking: bool | None = None,  # how the thinking switch stands at first, where the chat template has one
+    enable_thinking: bool | None = None,  # initial setting of the thinking switch, if the chat template has one
 ) -> gr.Blocks:
     """Build the app; nothing is served yet, and no state is kept outside of what is returned."""
     given = [thing is not None for thing in (target, draft, tokenizer)]
@@ -105,7 +105,7 @@ def serve(demo: gr.Blocks, host: str | None = None, port: int | None = None, wai
         quiet=not wait,
         share=False,
         ssr_mode=False,
-        show_error=False,  # what is meant for visitors is said by the page and the endpoints themselves
+        show_error=False,  # the page and the endpoints show the errors for visitors themselves
         max_file_size="1kb",  # nothing is uploaded
         run_history=False,  # nor kept
         state_session_capacity=200,  # a visitor's last run stays in memory
@@ -267,7 +267,7 @@ def _connect(session: Session, controls: _Controls, screen: _Screen) -> None:
         run.begun = True
 
     def stream(run: _Run) -> Iterator[list[Any]]:
-        if run.over:  # stopped while it stood in line
+        if run.over:  # stopped while it was queued
             yield unchanged
             return
         try:
@@ -302,7 +302,7 @@ def _connect(session: Session, controls: _Controls, screen: _Screen) -> None:
         [run_state, *screen.components],
         **AT_ONCE,
     )
-    # A step of its own, so that a refused request does not stand in line for the models.
+    # A separate step, so that a refused request does not queue for the models.
     admitted = prepared.then(admit, run_state, None, **AT_ONCE)
     streamed = admitted.success(
         stream,

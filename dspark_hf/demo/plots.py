@@ -25,7 +25,7 @@ def tokens_per_round(rounds: Sequence[RoundRecord]) -> pd.DataFrame:  # columns 
 
 
 def confidence_outcomes(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
-    """How many drafts of each confidence the target accepted; only drafts that it judged count."""
+    """Number of drafts of each confidence that the target accepted; only drafts that it judged count."""
     counts = {(low, outcome): 0 for low in range(NUM_BINS) for outcome in (ACCEPTED, REJECTED)}
     for record in rounds:
         for slot, confidence in enumerate(record.confidence[: record.verify_length]):
@@ -39,7 +39,7 @@ def confidence_outcomes(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
 
 
 def acceptance_by_slot(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
-    """How often each slot was accepted once all slots before it were."""
+    """Acceptance of each slot given that all slots before it were accepted."""
     rows = [
         (f"slot {slot}", 100 * accepted / reached, reached)
         for slot, (reached, accepted) in enumerate(AcceptanceStats(list(rounds)).slot_counts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one comparison has done so far: frozen snapshots that the session makes and the screen shows."""
+"""Frozen snapshots of a comparison, made by the session and shown by the page."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def tokens_of_round(
 
 
 def draft_outcome(record: RoundRecord, slot: int) -> str:
-    """What became of one draft of a round."""
+    """The outcome of one draft of a round."""
     if slot < record.num_accepted:
         return ACCEPTED
     return REJECTED if slot == record.num_accepted and record.bonus_token is not None else UNJUDGED

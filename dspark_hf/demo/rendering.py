@@ -84,7 +84,7 @@ def figures(progress: Progress | None) -> str:
 
 
 def legend() -> str:
-    """What the marks of the DSpark text mean."""
+    """The legend of the marks in the DSpark text."""
     items = "".join(
         f'<li><span class="ds-tok ds-{origin}">{escape(name)}</span> {escape(ORIGIN_HELP[origin])}</li>'
         for origin, name in ORIGIN_NAMES.items()
@@ -225,7 +225,7 @@ def _speedup_title(progress: Progress | None) -> str:
 
 
 def _round_cards(stats: AcceptanceStats) -> list[str]:
-    """What the rounds so far say; names alone before the first."""
+    """Figures of the rounds so far; names only before the first."""
     length = verified = rate = MISSING
     notes = ["tokens per round", "that the target had to check", "of the drafts sent"]
     if stats.num_rounds:

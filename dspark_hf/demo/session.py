@@ -137,7 +137,7 @@ class Session:
                 side = _after(side, _gather(steps, self.update_s), decoder)
                 yield side
         finally:
-            if not side.finished:  # nobody listens any more
+            if not side.finished:  # the consumer has gone
                 stop.set()
 
     def _generate(self, inputs, settings, with_draft, stop, steps) -> None:
@@ -160,7 +160,7 @@ class Session:
 
 @dataclass(frozen=True)
 class _Step:
-    """What one pass of the target committed; `seconds` since the call began."""
+    """The tokens that one pass of the target committed; `seconds` since the call began."""
 
     seconds: float
     token_ids: tuple[int, ...] = ()
@@ -203,7 +203,7 @@ class _StopRequested(StoppingCriteria):
 
 
 class _PieceDecoder:
-    """What each token adds to the text; the bytes of a character that spans tokens come with the last of them."""
+    """Decodes the text that each token adds; a character that spans tokens comes with the last of them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a visitor may ask for, and the bounds it must keep. Every refusal is a sentence for the screen."""
+"""Settings of a visitor and their bounds. Every refusal is a sentence for the page."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RunSettings:
 
     @property
     def generate_arguments(self) -> dict[str, Any]:
-        """What both `generate` calls get, apart from the prompt."""
+        """The arguments of both `generate` calls, apart from the prompt."""
         return {**sampling_arguments(self.temperature, self.top_p), "max_new_tokens": self.max_new_tokens}
 
     def check(self, limits: Limits, num_slots: int) -> None:

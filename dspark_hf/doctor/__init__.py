@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a draft fit its target, is it accepted, does it pay here: findings in sentences, with remedies."""
+"""Checks whether a draft fits its target, is accepted and speeds it up: findings in sentences, with remedies."""
 
 from .diagnosis import Diagnosis, diagnose
 from .finding import ADVICE, FAULT, Finding

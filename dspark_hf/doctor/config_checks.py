@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two configs, a tokenizer and a training record say about a pair, without running it."""
+"""Checks a pair by two configs, a tokenizer and a training record, without running it."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def _thinking(pair: Pair) -> Iterator[Finding]:
             FAULT,
             f"The draft was trained on prompts with {_switch(recorded)}, and here they are built with "
             f"{_switch(pair.enable_thinking)}.",
-            "Leave `enable_thinking` away in `apply_chat_template` (here: as well)."
+            "Omit `enable_thinking` in `apply_chat_template` (here: as well)."
             if recorded is None
             else f"Pass `enable_thinking={recorded}` to `apply_chat_template` (here: "
             f"`--{'enable' if recorded else 'no'}-thinking`).",

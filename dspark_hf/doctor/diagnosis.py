@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All checks of a pair in order, from the cheap to the dear, and the report."""
+"""All checks of a pair in order, cheapest first, and the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ HOPELESS = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What [`diagnose`] found.
+    """The result of [`diagnose`].
 
     Args:
         target (`str`): Name of the target.
@@ -77,7 +77,7 @@ class Diagnosis:
         )
 
     def sentences(self) -> list[str]:
-        """What was measured, in words; the findings have sentences of their own.
+        """The measurements in words; findings have their own sentences.
 
         Returns:
             `list[str]`
@@ -169,7 +169,7 @@ def diagnose(
 
 
 def _cannot_run(pair: Pair, findings: list[Finding]) -> list[Finding]:
-    """What keeps target and draft apart besides what was found."""
+    """Further reasons why target and draft cannot run together."""
     if not _may_run(findings):
         return []
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor says."""
+"""The findings of the doctor."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Pair:
 
     @property
     def training_info(self) -> dict:
-        """What the draft's config says about its training; empty where it says nothing."""
+        """The training record in the draft's config; empty if there is none."""
         return self.config.training_info or {}
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many drafts the target accepts, as the pair is and as it might have been meant."""
+"""Acceptance of the draft as configured, and under alternative readings of its config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .pair import Pair
 
 # Tokens per round below which the pair gains nothing, and below which alternatives are tried unasked.
 NEAR_ONE, LOW = 1.15, 1.5
-# An alternative explains a low accepted length if it is better by so many tokens per round, and standard errors.
+# An alternative explains a low accepted length if it is better by this many tokens per round and standard errors.
 MARGIN, MARGIN_ERRORS = 0.2, 2.5
 # Prompted otherwise, the target writes another text, which may simply be easier.
 TEXT_MARGIN = 0.75
@@ -33,7 +33,7 @@ MAX_MASKS = 4
 
 @dataclass(frozen=True)
 class Probe:
-    """What became of full blocks."""
+    """The outcome of full blocks."""
 
     accepted_length: float  # tokens per round, bonus token included
     standard_error: float  # of `accepted_length`, over the rounds
@@ -100,7 +100,7 @@ def changed(draft: DSparkDraftModel, fields: Mapping[str, Any]) -> Iterator[None
 
 
 def alternatives(pair: Pair, other_prompting: bool = True) -> list[Alternative]:
-    """What could explain that drafts are not accepted."""
+    """Alternative readings that could explain why drafts are not accepted."""
     prompting = _other_prompting(pair) if other_prompting else ()
     return [*_other_taps(pair), *_other_slots(pair), *prompting, *_other_rope(pair), *_other_masks(pair)]
 

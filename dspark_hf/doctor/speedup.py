@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a pair gains on this machine: measured speed, and what follows from it for short answers and for many requests.
+"""The speed-up of a pair on this machine: measured, and derived for short answers and for many requests.
 
-The second half is arithmetic on numbers, and never sees a model.
+The second half computes on numbers only, without a model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .finding import ADVICE, Finding
 from .pair import Pair
 
 
-CONTEXT, BUDGET_S = 128, 6.0  # of a measurement of round times, where none is at hand
+CONTEXT, BUDGET_S = 128, 6.0  # of a measurement of round times, if there is no profile
 REQUEST_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # those within the measured round times are tried
 POLICY = "dspark"
 SHORTEST = 3  # tokens that any answer has
@@ -32,7 +32,7 @@ SHORTEST = 3  # tokens that any answer has
 class Gain:
     """Speed with the draft against plain generation, for one request unless it says otherwise.
 
-    `break_even_tokens`: tokens of an answer after which the draft's reading of the prompt is earned back; None where
+    `break_even_tokens`: tokens of an answer after which the draft's reading of the prompt is amortised; None where
     it never is. `load_limit`: most requests at a time up to which drafting pays by the measured round times, 0 for
     none; None where it is not known.
     """
@@ -180,7 +180,7 @@ def judge_gain(gain: Gain, dtype: str, device_type: str) -> list[Finding]:
 
 
 def gain_sentences(gain: Gain) -> list[str]:
-    """What was measured, in words."""
+    """The measurements in words."""
     spread = f" ({gain.lowest:.2f} to {gain.highest:.2f} from prompt to prompt)" if gain.num_prompts > 1 else ""
     sentences = [
         f"Expect {gain.speedup:.2f} times the speed of plain generation for one request on this machine{spread}; "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tensors of a draft say: never trained, half loaded, broken, or made for another embedding."""
+"""Checks the tensors of a draft: never trained, half loaded, broken, or made for another embedding."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def rows_distance(
     ours: torch.Tensor,  # [n, d]
     theirs: torch.Tensor,  # [n, d]
 ) -> float:
-    """How far rows are from those they should be."""
+    """Distance of rows from the expected ones."""
     ours, theirs = ours.float().cpu(), theirs.float().cpu()
     return ((ours - theirs).norm() / theirs.norm().clamp(min=1e-12)).item()
 

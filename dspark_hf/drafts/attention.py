@@ -26,7 +26,7 @@ def eager_attention(
     b, heads, q, e = query.shape
     kv_heads, k = key.shape[1], key.shape[2]
     groups = heads // kv_heads
-    # The heads of a group are rows of one matmul: nothing is broadcast, so nothing is copied.
+    # The heads of a group are rows of one matmul, so nothing is broadcast or copied.
     grouped = (query * scaling).reshape(b, kv_heads, groups * q, e)
     scores = torch.matmul(grouped, key.transpose(-1, -2)).view(b, kv_heads, groups, q, k)
     if attention_mask is not None:
@@ -44,10 +44,10 @@ def folded_attention(
     attention_mask: torch.Tensor | None,  # of `folded_mask`
     scaling: float,
 ) -> torch.Tensor:  # [b, q, heads, v]
-    """Attention by a fused kernel; the heads of a group are further queries of one head, so nothing is repeated.
+    """Attention by a fused kernel; the heads of a group become queries of one head, so nothing is repeated.
 
-    On a CPU a few queries take a third to all of the time of two matmuls, and a fourth to half of that of the kernel
-    with repeated heads (benchmarks/attention.py).
+    On a CPU, a few queries take 33-100 % of the time of two matmuls, and 25-50 % of that of the fused kernel with
+    repeated heads (benchmarks/attention.py).
     """
     b, heads, q, e = query.shape
     folded = query.reshape(b, key.shape[1], -1, e)
@@ -60,6 +60,6 @@ def folded_mask(
     groups: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:  # [b, 1, groups * q or 1, k]
-    """A mask for [`folded_attention`], added to the scores: kernels make that of a boolean one at every layer."""
+    """A mask for [`folded_attention`], added to the scores: kernels convert a boolean one at every layer."""
     mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))
     return mask if mask.shape[2] == 1 else mask.repeat(1, 1, groups, 1)

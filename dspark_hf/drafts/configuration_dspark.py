@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a DSpark draft: geometry of the draft, what it reads from its target, which heads it has."""
+"""Configuration of a DSpark draft: its geometry, what it reads from its target, and its heads."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class DSparkConfig(PreTrainedConfig):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def require_target_fields(self) -> None:
-        """Check the two fields that say what the draft reads from its target and that cannot be guessed.
+        """Check the two fields that define what the draft reads from its target and that cannot be guessed.
 
         Raises:
             ValueError: If `mask_token_id` or `target_layer_ids` is missing.
@@ -228,7 +228,7 @@ def spread_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:  # asc
 
 
 def _check_types(config: DSparkConfig) -> None:
-    """Values of a kind that the checks below could not compare."""
+    """Reject values of types that the checks below cannot compare."""
     integers = ("mask_token_id", "draft_vocab_size", "sliding_window", "num_target_layers")
     flags = (
         "sample_from_anchor",

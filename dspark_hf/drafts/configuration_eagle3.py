@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of an Eagle3 draft: its one layer, what it reads from its target, how deep it was trained to draft."""
+"""Configuration of an Eagle3 draft: its one layer, what it reads from its target, and its trained draft length."""
 
 from __future__ import annotations
 
@@ -127,10 +127,10 @@ class Eagle3Config(PreTrainedConfig):
 
 
 def as_dspark(config: Eagle3Config) -> DSparkConfig:
-    """What an Eagle3 draft and a DSpark draft have in common, for the rules that hold for both."""
+    """The fields shared with a DSpark draft, to apply the rules that hold for both."""
     fields = {name: copy.deepcopy(getattr(config, name)) for name in _SHARED_FIELDS}
     no_heads = {"markov_rank": 0, "enable_confidence_head": False}
-    # No mask is ever fed; every embedding has row 0.
+    # No mask token is ever used; every embedding has row 0.
     return DSparkConfig(**fields, **no_heads, block_size=1, mask_token_id=0)
 
 

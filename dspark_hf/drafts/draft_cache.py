@@ -14,8 +14,8 @@ import torch
 class DraftCache:
     """Context keys and values per draft layer, in buffers that grow by doubling; requests may differ in length.
 
-    A block's own keys and values are written behind the context and overwritten by the next round, so that no round
-    copies the context and nothing needs cropping: only [`commit`] moves the ends of the contexts.
+    A block's own keys and values are written after the context and overwritten by the next round, so no round copies
+    the context and nothing needs cropping: only [`commit`] moves the ends of the contexts.
     """
 
     def __init__(self, num_layers: int, min_capacity: int = 256, num_requests: int = 1):
@@ -30,7 +30,7 @@ class DraftCache:
         counts: Sequence[int],  # [R]
         block_size: int,
     ) -> None:
-        """Announce a round: where its keys and values belong."""
+        """Begin a round: set where its keys and values are written."""
         self._counts = tuple(counts)
         starts = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self._ends = [start + block_size for start in starts]
@@ -48,7 +48,7 @@ class DraftCache:
         keys: torch.Tensor,  # [1, h, C + R * g, e], the new context of request 0, of request 1, ..., then their blocks
         values: torch.Tensor,  # [1, h, C + R * g, e]
     ) -> tuple[torch.Tensor, torch.Tensor]:  # keys and values [R, h, longest, e], views of the buffers
-        """Write the round's keys and values behind the committed contexts."""
+        """Write the round's keys and values after the committed contexts."""
         end = max(self._ends)
         buffers = self._buffers[layer_idx]
         if buffers is None or buffers[0].shape[2] < end:
@@ -80,7 +80,7 @@ class DraftCache:
         ]
 
     def add(self, num_requests: int) -> None:
-        """Make room for more requests, after the present ones."""
+        """Add rows for more requests, after the present ones."""
         self.lengths = self.lengths + [0] * num_requests
         self._buffers = [
             None
@@ -94,7 +94,7 @@ class DraftCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         capacity = max(self._min_capacity, 2 * end)
         shape = (len(self.lengths), like.shape[1], capacity, like.shape[3])
-        # Zeros: what lies behind a shorter request is hidden by a weight of 0, and 0 times NaN is NaN.
+        # Zeros: positions past a shorter request get a weight of 0, and 0 times NaN would be NaN.
         grown = (like.new_zeros(shape), like.new_zeros(shape))
         if buffers is not None:
             for new, old in zip(grown, buffers, strict=True):
@@ -109,7 +109,7 @@ def block_mask(
     is_causal: bool,
     device: torch.device,
 ) -> torch.Tensor | None:  # broadcastable to [R, 1, num_queries, max(ends)], True = visible; None where everything is
-    """What the blocks of a decoding round see: the context of their own request, or a window of it, and the block."""
+    """The mask of a decoding round's blocks: the context of their own request, or a window of it, and the block."""
     longest = max(ends)
     ragged = min(ends) < longest
     if not ragged and not is_causal and (window is None or longest <= window + num_queries):

@@ -35,7 +35,7 @@ class MarkovHead(nn.Module):
         hidden: torch.Tensor,  # [*b, d], h_k, the slot's hidden states after the final norm  # noqa: ARG002
         state: torch.Tensor | None,  # [*b, r], s_{k-1}
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # features [*b, r] and the new state
-        """What W_2 maps to the transition bias."""
+        """The features that W_2 maps to the transition bias."""
         return embedding, state
 
     def forward(
@@ -87,7 +87,7 @@ class RNNHead(MarkovHead):
 class ConfidenceHead(nn.Module):
     """c_k = sigmoid(w^T [h_k; W_1[x_{k-1}]] + b): chance that slot k is accepted if all before it are (paper Eq 7).
 
-    It is known before x_k is sampled, which is what lets it decide losslessly whether slot k is verified.
+    It is known before x_k is sampled, so it can decide losslessly whether slot k is verified.
     """
 
     def __init__(self, config: DSparkConfig):
@@ -107,7 +107,7 @@ class ConfidenceHead(nn.Module):
 
 
 def build_sequential_head(config: DSparkConfig) -> MarkovHead | None:  # None where `markov_rank` is 0
-    """The sequential head that a config asks for."""
+    """Create the sequential head of a config."""
     if config.markov_rank == 0:
         return None
     return {"vanilla": MarkovHead, "gated": GatedMarkovHead, "rnn": RNNHead}[config.markov_head_type](config)

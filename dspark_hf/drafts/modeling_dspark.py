@@ -97,7 +97,7 @@ class DSparkAttention(nn.Module):
     def _folded_attention(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """A block has few queries and many keys: nothing is repeated, `(b, q, heads, e)`."""
+        """Attention of few queries over many keys, without repeated heads; `(b, q, heads, e)`."""
         if mask is not None:
             mask = folded_mask(mask, self.num_key_value_groups, queries.dtype)
         return folded_attention(queries, keys, values, mask, self.scaling)
@@ -107,7 +107,7 @@ class DSparkAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """The keys and values that any request sees, and the mask over them."""
         ends, window = cache.ends if cache is not None else [keys.shape[2]], self.sliding_window
-        if window is not None:  # what lies before every window is not touched
+        if window is not None:  # keys before every window are not read
             start = max(0, min(ends) - q - window)
             keys, values, ends = keys[:, :, start:], values[:, :, start:], [end - start for end in ends]
         # Sliding layers are causal inside the block unless the config says otherwise.
@@ -123,7 +123,7 @@ def apply_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # rotated queries and keys
     """Rotate queries and keys; the queries are the last ones of the positions.
 
-    `keys`: [1, kv_heads, C + b * q, e] where requests lie one after the other.
+    `keys`: [1, kv_heads, C + b * q, e] with requests concatenated.
     """
     b, _, q, e = queries.shape
     num_queries = b * q // cos.shape[0]  # per row of the positions
@@ -216,7 +216,7 @@ class DSparkPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["DSparkDecoderLayer", "DSparkGemma4DecoderLayer"]
     _supports_sdpa = True
     _supports_attention_backend = True
-    # Frozen copies of the target's tensors that published drafts carry; the target's own are used.
+    # Frozen copies of the target's tensors in published drafts; the target's own are used.
     _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\.", r"^verifier_", r"^t2d$"]
 
 
@@ -251,9 +251,9 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        # `None` fields mean "nobody chose": transformers' merged defaults never reach this object.
+        # `None` means "not set by the user": transformers' merged defaults never reach this object.
         self.generation_config = GenerationConfig()
-        # Rows of a target embedding that a checkpoint carried, to recognise a wrong target; not saved.
+        # Rows of a target embedding from the checkpoint, to recognise a wrong target; not saved.
         self.embedding_sample: dict[int, torch.Tensor] = {}
         self.post_init()
 

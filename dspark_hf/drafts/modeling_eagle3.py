@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An Eagle3 draft: one layer that reads the embedding of a token beside the hidden state before it.
 
-The hidden state is the target's where it is known (`fc` over the captured layers), else the draft's own output of the
-step before. The state of token i is paired with token i + 1 and takes position i; the output, after `norm` and the LM
-head, says which token i + 2 is.
+The hidden state is the target's if it is known (`fc` over the captured layers), else the draft's own output of the
+previous step. The state of token i is paired with token i + 1 and takes position i; the output, after `norm` and the
+LM head, predicts token i + 2.
 
 Legend: b batch, q tokens of this pass, k keys, d hidden, m captured target layers, V target vocabulary, D draft
 vocabulary (= V unless reduced).
@@ -131,7 +131,7 @@ class Eagle3DraftModel(PreTrainedModel):
     _no_split_modules = ["Eagle3DecoderLayer"]
     _supports_sdpa = True
     _supports_attention_backend = True
-    # Frozen copies of the target's tensors that published drafts carry; the target's own are used.
+    # Frozen copies of the target's tensors in published drafts; the target's own are used.
     _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\.", r"^t2d$"]
 
     def __init__(self, config: Eagle3Config):
@@ -145,9 +145,9 @@ class Eagle3DraftModel(PreTrainedModel):
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        # `None` fields mean "nobody chose": transformers' merged defaults never reach this object.
+        # `None` means "not set by the user": transformers' merged defaults never reach this object.
         self.generation_config = GenerationConfig()
-        # Rows of a target embedding that a checkpoint carried, to recognise a wrong target; not saved.
+        # Rows of a target embedding from the checkpoint, to recognise a wrong target; not saved.
         self.embedding_sample: dict[int, torch.Tensor] = {}
         self.post_init()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many drafts the positions of a target allow: one pass over several tokens must be what single steps are."""
+"""Limits the drafts by the target's positions: one pass over several tokens must give what single steps give."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 
-# Rotary embeddings whose frequencies depend on the longest position of a pass. Longrope knows two sets of them, the
+# Rotary embeddings whose frequencies depend on the longest position of a pass. Longrope has two sets of them, the
 # others compute new ones for every length. ("su" is the first name of longrope, still found in configs.)
 _TWO_SETS = ("longrope", "su")
 _ANY_LENGTH = "dynamic"
@@ -20,7 +20,7 @@ _LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "max_target_position
 
 @dataclass(frozen=True)
 class PositionLimits:
-    """Where a pass over several tokens would differ from single steps, or fail. Lengths count the anchor."""
+    """Lengths at which a pass over several tokens differs from single steps, or fails; they count the anchor."""
 
     switch: int | None = None  # longest text whose frequencies are the original ones
     one_set_beyond: bool = True  # whether the frequencies are the same for all texts longer than that
@@ -37,7 +37,7 @@ class PositionLimits:
         return max(0, min(limits)) if limits else None
 
     def check_batch(self, lengths: Sequence[tuple[int, int]]) -> None:
-        """Refuse texts, each with its first and its greatest length, that need different frequencies in one pass."""
+        """Reject texts, each with its first and its greatest length, that need different frequencies in one pass."""
         if self.switch is None or all(longest <= self.switch for _, longest in lengths):
             return
         if self.one_set_beyond and all(prompt > self.switch for prompt, _ in lengths):

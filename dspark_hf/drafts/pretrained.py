@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of a draft after its weights were read: all of them, none extra, all finite, copies in agreement."""
+"""Checks a draft after its weights were read: all present, none extra, all finite, copies in agreement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .formats.files import TensorFiles, hub_arguments
 
 @contextlib.contextmanager
 def readable_errors(source: str) -> Iterator[None]:
-    """Turn the low-level errors of unreadable weight files into one that says what to do."""
+    """Turn the low-level errors of unreadable weight files into one with a remedy."""
     try:
         yield
     except SafetensorError as error:
@@ -30,7 +30,7 @@ def readable_errors(source: str) -> Iterator[None]:
 
 
 def check_loaded(model: nn.Module, loading_info: dict[str, Any], source: str) -> None:
-    """Refuse a partly initialised draft."""
+    """Reject a partly initialised draft."""
     for kind, meaning in (
         ("missing_keys", "lacks tensors that its config asks for"),
         ("unexpected_keys", "has tensors that its config does not account for"),
@@ -83,7 +83,7 @@ def load_checked(
     config: PreTrainedConfig,
     load_arguments: dict[str, Any],
 ) -> Any:
-    """Load a draft of any kind, whole or not at all: all tensors, the knobs, and rows that tell a wrong target."""
+    """Load a draft of any kind completely or not at all: tensors, knobs, and rows that reveal a wrong target."""
     source = str(name_or_path)
     return_info = load_arguments.pop("output_loading_info", False)
     load_arguments.setdefault("use_safetensors", True)  # no pickle

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a draft needs of its target: checks that the two fit, and the target's embedding and LM head, shared.
+"""Binds a draft to its target: checks that the two fit, and shares the target's embedding and LM head.
 
 Nothing of the target is copied, and nothing is stored on the draft: a [`TargetBinding`] lives in the call that made
 it.
@@ -52,7 +52,7 @@ class TargetBinding:
         self,
         hidden: torch.Tensor,  # [..., d], hidden states after the final norm
     ) -> torch.Tensor:  # [..., d]
-        """What the LM head reads; most targets have nothing between."""
+        """The inputs of the LM head; most targets have no layers before it."""
         for layer in self.head_layers:
             hidden = _through(layer, hidden).to(hidden.device, hidden.dtype)
         return hidden
@@ -117,7 +117,7 @@ def bind(
 
 
 def _logit_factor(text_config: PreTrainedConfig) -> float:
-    """What the target multiplies the LM head's outputs by; every family has its own field for it."""
+    """The factor on the LM head's outputs; every model family has its own field for it."""
     factor = 1.0
     for field in ("logit_scale", "output_multiplier", "lm_head_multiplier"):  # Cohere, Muse, Falcon-H1
         value = getattr(text_config, field, None)
@@ -130,14 +130,14 @@ def _logit_factor(text_config: PreTrainedConfig) -> float:
 
 
 def _compare_embedding(embed_tokens: nn.Module, sample: dict[int, torch.Tensor], name: str) -> None:
-    """The target's own embedding is used in any case; another one than in training is worth a warning."""
+    """Warn if the target's embedding, which is always used, differs from that in training."""
     weight = getattr(embed_tokens, "weight", None)
     if not sample or weight is None or weight.device.type == "meta" or not weight.is_floating_point():
         return
     ids = [i for i in sample if i < weight.shape[0]]
     ours = weight[ids].float().cpu()
     theirs = torch.stack([sample[i] for i in ids]).float()
-    # Generous: the same weights in another precision pass, a fine-tuned target does not.
+    # Generous: the same weights in another precision pass, those of a fine-tuned target do not.
     if not torch.allclose(ours, theirs, rtol=2e-2, atol=1e-3):
         logger.warning_once(
             f"The draft was trained with another embedding than that of {name}. Outputs stay right, but it may be "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a target of any kind that drafts are made for: text or image-text, remote code, a PEFT adapter on its base.
+"""Loads any supported kind of target: text or image-text, remote code, a PEFT adapter on its base.
 
-What it is, is read from its config and from transformers' own mappings, before any weight is. Code that a repository
-brings along runs only where the caller allows it, and is named then.
+The kind is read from its config and from transformers' own mappings, before any weight is read. Code from a repository
+runs only if the caller allows it, and a warning names it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _MAPPINGS = {
 
 @dataclass(frozen=True)
 class TargetSource:
-    """Where a target lies, and what is known of it before it is loaded."""
+    """The location of a target, and what is known of it before it is loaded."""
 
-    name: str  # folder or Hub id, as it is called
+    name: str  # folder or Hub id, as given
     base: str  # folder or Hub id of the weights: the same, or the base model of an adapter
     fields: dict[str, Any]  # the config.json there
     is_adapter: bool  # whether `name` is a PEFT adapter, to be put on the base
@@ -57,7 +57,7 @@ class TargetSource:
 
 
 def find_target(name: str | os.PathLike, trust_remote_code: bool = False) -> TargetSource:
-    """Find a target and what can be told of it without loading it."""
+    """Find a target, and read what is known without loading it."""
     source = find_source(name)
     adapter_path = find_file(source, ADAPTER_CONFIG_NAME)
     if adapter_path is not None and not is_peft_available():
@@ -120,14 +120,14 @@ def load_target_model(
 
 
 def empty_target(source: TargetSource) -> PreTrainedModel:
-    """A target without weights, to see what fits it."""
+    """A target without weights, to check what fits it."""
     config = load_target_config(source)
     with torch.device("meta"):
         return _auto_class(config, source).from_config(config, trust_remote_code=source.trust_remote_code)
 
 
 def load_target_tokenizer(source: TargetSource) -> PreTrainedTokenizerBase:
-    """The tokenizer of a target; of an adapter, its own where it has one."""
+    """The tokenizer of a target; for an adapter, its own if it has one."""
     place = source.name if source.is_adapter and get_tokenizer_config(source.name) else source.base
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=source.trust_remote_code)
@@ -179,12 +179,12 @@ def _with_adapter(model: PreTrainedModel, source: TargetSource, merge: bool) -> 
             f"The PEFT adapter {source.name} cannot be put on {source.base} ({reason}). Merge the two into a model of "
             "its own, and give that."
         ) from error
-    model.config.name_or_path = source.name  # what is recorded is the target that was used, not its base
+    model.config.name_or_path = source.name  # the target that was used is recorded, not its base
     return model
 
 
 def _auto_class(config: PreTrainedConfig, source: TargetSource) -> type:
-    """transformers' class that loads a target: its own code where that may run, else the first mapping that has it."""
+    """transformers' class that loads a target: its own code if that may run, else the first mapping that has it."""
     code = getattr(config, "auto_map", None) or {}
     if source.trust_remote_code and (own := [name for name in _MAPPINGS if name in code]):
         return getattr(transformers, own[0])
@@ -216,7 +216,7 @@ def _auto_map(fields: dict[str, Any]) -> list[str]:
 
 
 def _code_in_words(source: TargetSource, code: list[str]) -> str:
-    """Files by the repository that they lie in."""
+    """List code files by their repository."""
     files: dict[str, list[str]] = {}
     for reference in code:
         repository, _, path = reference.rpartition("--")

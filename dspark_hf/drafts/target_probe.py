@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few tokens through a target, once: is it what its config and its class say?
+"""Runs a few tokens through a target, once, to check that it is what its config and class say.
 
 Legend: n probed tokens, d hidden, V vocabulary.
 """
@@ -25,7 +25,7 @@ from .target_structure import backbone_of
 logger = logging.get_logger("transformers.dspark_hf.drafts.target_probe")
 
 NUM_TOKENS = 5
-# Where a target keeps what probes found. The keys name what it depends on.
+# The attribute in which a target stores probe results. The keys name what they depend on.
 _FINDINGS = "_dspark_hf_findings"
 _Finding = TypeVar("_Finding")
 LogitsOf = Callable[[torch.Tensor, tuple[nn.Module, ...]], torch.Tensor]
@@ -33,17 +33,17 @@ LogitsOf = Callable[[torch.Tensor, tuple[nn.Module, ...]], torch.Tensor]
 
 @dataclass(frozen=True)
 class Closeness:
-    """How close two computations of the same logits must be, relative to their spread over the vocabulary.
+    """Required closeness of two computations of the same logits, relative to their spread over the vocabulary.
 
-    Half precision and quantised layers round by the shape of a pass, which can also change the experts of a token:
-    there most tokens must agree, otherwise all.
+    Half precision and quantised layers round by the shape of a pass, which can also change the experts of a token. For
+    these most tokens must agree, otherwise all.
     """
 
     tolerance: float  # largest relative difference
-    quantile: float  # part of the tokens that must keep to it
+    quantile: float  # share of the tokens that must stay within it
 
     def accepts(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Whether logits are those that were expected, both `(n, V)`."""
+        """Whether logits are the expected ones, both `(n, V)`."""
         logits, expected = logits.double().cpu(), expected.double().cpu()
         is_same = (logits == expected) | (logits.isnan() & expected.isnan())
         # Tokens that a target rules out (-inf), or numbers that are broken, must be the same ones.
@@ -57,13 +57,13 @@ class Closeness:
 
 
 def closeness_for(target: PreTrainedModel) -> Closeness:
-    """What the precision of a target allows to expect."""
+    """The closeness that the precision of a target allows."""
     is_exact = target.dtype in (torch.float32, torch.float64) and getattr(target, "hf_quantizer", None) is None
     return Closeness(tolerance=0.01, quantile=1.0) if is_exact else Closeness(tolerance=0.3, quantile=0.5)
 
 
 def probe_ids(target: PreTrainedModel) -> torch.Tensor:
-    """Ordinary tokens, [1, n]: from the middle of the vocabulary, since special tokens stand at its ends."""
+    """Ordinary tokens, [1, n]: from the middle of the vocabulary, since special tokens are at its ends."""
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     ids = (vocab_size // 2 + 3 * torch.arange(NUM_TOKENS)) % vocab_size
     # On the meta device are weights that hooks fetch; they move inputs as well.
@@ -73,7 +73,7 @@ def probe_ids(target: PreTrainedModel) -> torch.Tensor:
 def position_kwargs(model: nn.Module, length: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Positions of a text without padding, for models that take them.
 
-    Without them, models that place images work positions out, and remember what they found for the rest of a chat.
+    Without them, models that place images compute positions, and keep them for the rest of a chat.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return {}
@@ -87,12 +87,12 @@ def can_run(target: PreTrainedModel) -> bool:
 
 
 def findings_of(target: PreTrainedModel) -> dict[Hashable, Any]:
-    """What is remembered of a target, on the target itself."""
+    """The cached findings of a target, stored on the target itself."""
     return target.__dict__.setdefault(_FINDINGS, {})
 
 
 def random_state_kept(*models: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
-    """Nothing is drawn here, but a model may: dropout in training mode, or noise of its own."""
+    """Restore the random state, which a model may use: dropout in training mode, or its own noise."""
     found = {parameter.device for model in models for parameter in model.parameters()}
     devices = sorted(str(device) for device in found if device.type not in ("cpu", "meta"))
     device_type = torch.device(devices[0]).type if devices else "cuda"
@@ -100,7 +100,7 @@ def random_state_kept(*models: PreTrainedModel) -> contextlib.AbstractContextMan
 
 
 def once(target: PreTrainedModel, key: Hashable, find: Callable[[], _Finding]) -> _Finding:
-    """The result of `find()`, remembered by the target."""
+    """The result of `find()`, cached on the target."""
     findings = findings_of(target)
     if key not in findings:
         with random_state_kept(target):
@@ -110,7 +110,7 @@ def once(target: PreTrainedModel, key: Hashable, find: Callable[[], _Finding]) -
 
 @dataclass(frozen=True)
 class Head:
-    """What turns the last hidden states of a target into its logits."""
+    """The computation from the last hidden states of a target to its logits."""
 
     layers: tuple[nn.Module, ...]  # what comes before the LM head, in order; most targets have nothing there
     factor: float  # on the outputs of the LM head, before the soft cap
@@ -165,7 +165,7 @@ def _probe_head(target: PreTrainedModel, head: LogitsOf, softcap: float | None, 
 
 
 def _check_widths(target: PreTrainedModel, ids: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-    """Refuse a target whose tensors have other widths than its config says: a draft has those of the config."""
+    """Reject a target whose tensors differ in width from its config: a draft uses the config's widths."""
     config = target.config.get_text_config(decoder=True)
     found = {
         "embeddings": (target.get_input_embeddings()(ids).shape, config.hidden_size),
@@ -204,7 +204,7 @@ def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
 
 
 def check_filled_cache(target: PreTrainedModel, cache: Any) -> None:
-    """Refuse a target whose cache does not remember tokens one by one."""
+    """Reject a target whose cache does not store tokens one by one."""
     name = type(target).__name__
     if cache is None:
         raise NotImplementedError(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a target is built: the geometry of its layers, whatever its config calls it, and which module is its backbone.
+"""Reads how a target is built: the geometry of its layers, under any field name, and its backbone module.
 
-Configs name the same width differently, and some give every layer values of its own. Nothing here knows a model by
-name: fields and modules are asked.
+Configs name the same width differently, and some have different values per layer. Nothing here depends on model names,
+only on fields and modules.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ def layers_of(text_config: PreTrainedConfig) -> tuple[LayerGeometry, ...]:
 
 
 def full_attention_layer(text_config: PreTrainedConfig) -> LayerGeometry:
-    """The shape of a target's last layer that sees the whole text, which a new draft takes over."""
+    """The shape of a target's last full-attention layer, which a new draft copies."""
     layers = layers_of(text_config)
     full = [layer for layer in layers if layer.layer_type == "full_attention"]
     others = [layer for layer in layers if "sliding" not in layer.layer_type]
     return (full or others or layers)[-1]
 
 
-def norm_epsilon(text_config: PreTrainedConfig) -> float | None:  # None where the config names none
+def norm_epsilon(text_config: PreTrainedConfig) -> float | None:  # None if the config names none
     """The epsilon of a target's norms."""
     return _field(text_config, "norm_epsilon")
 
 
 def longest_position(text_config: PreTrainedConfig) -> int | None:
-    """The longest text that a target is made for."""
+    """The longest text that a target supports."""
     value = _field(text_config, "max_position_embeddings")
     return value if value is not None and value > 0 else None
 
 
-def full_attention_rope(text_config: PreTrainedConfig) -> dict[str, Any] | None:  # None where the config has none
+def full_attention_rope(text_config: PreTrainedConfig) -> dict[str, Any] | None:  # None if the config has none
     """The RoPE of a target's full-attention layers, for layers that rotate whole heads."""
     rope = getattr(text_config, "rope_parameters", None) or {}
     nested = {name: value for name, value in rope.items() if isinstance(value, dict)}
@@ -90,7 +90,7 @@ def full_attention_rope(text_config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def value_over_layers(text_config: PreTrainedConfig, name: str) -> Any:  # None without one
-    """A field of a config in JSON's types, also where layers have values of their own."""
+    """A field of a config in JSON's types, also if its value differs per layer."""
     if name not in (getattr(text_config, "per_layer_attributes", None) or ()):
         value = getattr(text_config, name, None)
         if not isinstance(value, (list, tuple)):
@@ -105,7 +105,7 @@ def value_over_layers(text_config: PreTrainedConfig, name: str) -> Any:  # None 
 def backbone_of(target: PreTrainedModel) -> PreTrainedModel:
     """The part of a target that turns token ids into the hidden states which its LM head reads.
 
-    Calling it leaves the LM head out. Adapters that are injected into its layers stay active.
+    Calling it does not run the LM head. Adapters that are injected into its layers stay active.
     """
     return _modules_with_embedding(target)[0]
 
@@ -134,7 +134,7 @@ def _modules_with_embedding(target: PreTrainedModel) -> list[PreTrainedModel]:
 
 
 def _refuse_prompt_learning(target: PreTrainedModel) -> None:
-    """Such an adapter works in the forward of the whole `PeftModel`, not in the layers."""
+    """Reject prompt learning: it works in the forward of the whole `PeftModel`, not in the layers."""
     adapter = getattr(target, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         raise NotImplementedError(

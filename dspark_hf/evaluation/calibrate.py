@@ -58,7 +58,7 @@ def calibrate(
             is then not fitted to.
         max_new_tokens (`int`, *optional*, defaults to 96): Longest answer, in tokens.
         num_answers (`int`, *optional*, defaults to 1): Answers to each prompt; more than one need sampling.
-        raw (`bool`, *optional*, defaults to `False`): Leave the chat template away.
+        raw (`bool`, *optional*, defaults to `False`): Omit the chat template.
         generate_arguments (`dict[str, Any]`, *optional*): Further arguments of `generate`; greedy without any.
         prompts_name (`str`, *optional*): What the prompts are, for `calibration_info`.
         on_progress (`Callable`, *optional*): Called after each answer.
@@ -168,7 +168,7 @@ def save_calibration(draft: DSparkDraftModel, output: str | os.PathLike | None =
 def check_can_save(
     draft: DSparkDraftModel, output: str | os.PathLike | None = None
 ) -> Path | None:  # None where it has none that can take a calibration
-    """Whether [`save_calibration`] has a place to write to; better asked before the work than after it."""
+    """Check that [`save_calibration`] can write; call it before the work."""
     folder = Path(draft.config.name_or_path).resolve() if draft.config.name_or_path else None
     if folder is not None and _is_own_layout(folder):
         return folder

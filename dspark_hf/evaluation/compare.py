@@ -123,7 +123,7 @@ def compare(
         prompts (`Sequence[Prompt]`): What to generate from.
         max_new_tokens (`int`, *optional*, defaults to 96): Longest answer, in tokens.
         repeats (`int`, *optional*, defaults to 1): Times each call is made; medians of the seconds are kept.
-        raw (`bool`, *optional*, defaults to `False`): Leave the chat template away.
+        raw (`bool`, *optional*, defaults to `False`): Omit the chat template.
         generate_arguments (`dict[str, Any]`, *optional*): Further arguments of `generate`; greedy without any.
         on_progress (`Callable`, *optional*): Called after each `generate` call that counts.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways to draft that an evaluation sets side by side, and what each hands to `generate`."""
+"""The drafters that an evaluation compares, and what each passes to `generate`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLAIN, PROMPT_LOOKUP, ASSISTANT, MTP, DFLASH, DRAFT = "plain", "prompt-lookup", 
 KINDS = {PLAIN: False, PROMPT_LOOKUP: False, ASSISTANT: True, MTP: False, DFLASH: True, DRAFT: False}
 TAKES_PATH = (ASSISTANT, DFLASH, DRAFT)
 LOOKUP_TOKENS = 10
-# What was saved with the draft is unset, for it would cut the block.
+# Knobs saved with the draft are unset, because they would cut the block.
 ALL_SLOTS = (
     ("num_assistant_tokens_schedule", "constant"),
     ("num_assistant_tokens", None),
@@ -49,7 +49,7 @@ UNFIT = (ValueError, NotImplementedError, RuntimeError, TypeError, AttributeErro
 class Drafter:
     """A row of the evaluation: a way to draft, before anything is loaded."""
 
-    name: str  # what it is called in the report
+    name: str  # its name in the report
     kind: str
     path: str | None = None  # folder or Hub id of the model that drafts
     knobs: tuple[tuple[str, Any], ...] = ()  # knobs that differ from its own; None unsets one
@@ -70,7 +70,7 @@ class LoadedDrafter:
 
     @property
     def name(self) -> str:
-        """What it is called in the report."""
+        """The name in the report."""
         return self.drafter.name
 
 
@@ -87,7 +87,7 @@ def parse_drafter(text: str) -> Drafter:
     if KINDS[kind] and path is None:
         raise ValueError(f"The drafter {text!r} names no model. Write `{kind}:FOLDER` or `{kind}:HUB_ID`.")
     if path is not None and kind not in TAKES_PATH:
-        raise ValueError(f"A drafter of the kind {kind} loads no model, got {path!r}. Leave the path away.")
+        raise ValueError(f"A drafter of the kind {kind} loads no model, got {path!r}. Remove the path.")
     if named and not name.strip():
         raise ValueError(f"A drafter's name must not be empty, got {text!r}.")
     default_name = f"{kind} {Path(path).name}" if path is not None else kind
@@ -107,8 +107,8 @@ def _parse_knob(kind: str, text: str) -> tuple[str, Any]:
 
 
 def default_drafters(drafts: Sequence[str]) -> list[Drafter]:
-    """What is compared where nothing else is asked for: prompt lookup, and each draft with its own schedule and with
-    every slot sent (which the figures of its confidences need).
+    """The drafters compared by default: prompt lookup, and each draft with its own schedule and with every slot sent
+    (which the figures of its confidences need).
     """
     found = [Drafter(PROMPT_LOOKUP, PROMPT_LOOKUP)]
     for path in drafts or [None]:
@@ -160,7 +160,7 @@ def load_own_draft(path: str | Path, dtype: torch.dtype) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class _Loading:
-    """What the loaders of one evaluation share, and what they have loaded already, by kind and path."""
+    """The shared state of one evaluation's loaders: target, and models already loaded, by kind and path."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase

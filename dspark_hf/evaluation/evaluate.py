@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Have every conversation with every drafter, in turns, and record each answer as it comes."""
+"""Runs every conversation with every drafter, in turns, and records each answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ORIGIN = ("_name_or_path", "transformers_version", "dtype")
 
 @dataclass(frozen=True)
 class Settings:
-    """What an evaluation was made with. A folder is continued only with the same."""
+    """The settings of an evaluation. A folder is continued only with the same settings."""
 
     target: str  # name or path of the target
     weights: dict[str, str]  # fingerprints of the target and of each drafter that has weights, knobs included
@@ -48,7 +48,7 @@ class Settings:
     top_p: float  # nucleus, when sampling
     max_new_tokens: int  # longest answer, in tokens
     seed: int  # random seed
-    raw: bool  # whether the chat template is left away
+    raw: bool  # whether the chat template is omitted
     enable_thinking: bool | None  # the chat template's thinking switch
     template_sha256: str  # hash of the chat template
     dtype: str  # of the weights
@@ -144,7 +144,7 @@ def evaluate(
 
     The drafters take turns on each question, and which goes first moves on from question to question, so that a
     machine that slows down favours none. In later turns all see the same conversation: the answers of plain
-    generation. Each answer is appended to `folder/runs.jsonl` at once; what is there already is not made again.
+    generation. Each answer is appended to `folder/runs.jsonl` at once; recorded answers are not generated again.
 
     Args:
         target (`PreTrainedModel`): The target.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Confidence intervals of pooled figures: the bootstrap over questions. Never sees a model.
+"""Confidence intervals of pooled figures: the bootstrap over questions. Imports no model code.
 
-A figure is a function of sums, such as tokens over rounds. The rounds of one text hang together, so what is drawn
-again and again is whole questions, with all their sums.
+A figure is a function of sums, such as tokens over rounds. The rounds of one text are correlated, so whole questions
+are resampled, with all their sums.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def expanded_tail(tail: float, num_questions: int) -> float:
 
 @lru_cache(maxsize=2)  # the figures of a task have as many questions
 def _draws(num_questions: int, num_resamples: int, seed: int) -> list[np.ndarray]:
-    """How often each question is in each draw, `(draws, n)`, in parts that fit into memory with their products."""
+    """Counts of each question in each draw, `(draws, n)`, in parts that fit into memory with their products."""
     rng, shares = np.random.default_rng(seed), np.full(num_questions, 1 / num_questions)
     rows = max(1, MOST_CELLS // num_questions)
     sizes = [min(rows, num_resamples - start) for start in range(0, num_resamples, rows)]

@@ -93,7 +93,7 @@ class Run:
 
 
 def run_key(task: str, index: int, turn: int, decoding: str, drafter: str) -> str:
-    """What names a run within an evaluation."""
+    """The key of a run within an evaluation."""
     return f"{task}/{index}/{turn}/{decoding}/{drafter}"
 
 
@@ -131,7 +131,7 @@ class Observer(BaseStreamer):
         self._has_prompt = True
 
     def end(self) -> None:
-        """Nothing is left to show."""
+        """No-op."""
 
     @property
     def rounds(self) -> list[RoundRecord]:

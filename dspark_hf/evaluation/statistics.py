@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From recorded runs to figures. Pure functions; never sees a model.
+"""Computes figures from recorded runs, with pure functions and without a model.
 
 Every mean pools over rounds or tokens, as (sum, count) pairs. The accepted length counts the bonus token (paper,
 footnote 3); the pass over the prompt, which yields the first token, is no round.
@@ -42,7 +42,7 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class DrafterFigures:
-    """What a drafter did on a task in one decoding."""
+    """Figures of a drafter on a task in one decoding."""
 
     task: str  # task, or `"all"`
     decoding: str
@@ -76,7 +76,7 @@ class LengthSpeedup:
 
 @dataclass(frozen=True)
 class QuestionFigures:
-    """What a drafter did on one question in one decoding, over its turns.
+    """Figures of a drafter on one question in one decoding, over its turns.
 
     `first_differences`: per turn, where a greedy answer parts from plain generation's; None where it does not.
     """
@@ -96,7 +96,7 @@ class QuestionFigures:
 
 @dataclass(frozen=True)
 class ThresholdPoint:
-    """What a threshold on the confidence would have sent, by replay of full blocks."""
+    """Drafts that a threshold on the confidence would have sent, by replay of full blocks."""
 
     threshold: float  # a block is cut at the first slot whose confidence is lower
     accepted_length: float  # tokens per round, the bonus token included
@@ -107,7 +107,7 @@ class ThresholdPoint:
 
 @dataclass(frozen=True)
 class ConfidenceFigures:
-    """How good the confidences of a draft were, from rounds that sent every slot."""
+    """Quality of a draft's confidences, from rounds that sent every slot."""
 
     decoding: str
     drafter: str
@@ -269,7 +269,7 @@ def confidence_figures(
 def threshold_sweep(rounds: Sequence[RoundRecord], thresholds: Sequence[float] = THRESHOLDS) -> list[ThresholdPoint]:
     """Replay full blocks under thresholds. The cut is causal: it looks at the slots up to its own.
 
-    A replayed round goes on as the recorded one did, whatever it would have committed, see
+    A replayed round continues as the recorded one did, whatever it would have committed, see
     `dspark_hf.scheduling.simulation`.
     """
     confidence = torch.tensor([record.confidence for record in rounds], dtype=torch.float64)

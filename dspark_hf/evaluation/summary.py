@@ -74,7 +74,7 @@ class Evaluation:
         return [entry for entry in self.questions if any(index is not None for index in entry.first_differences)]
 
     def sentences(self) -> list[str]:
-        """What was found, in words.
+        """The results in words.
 
         Returns:
             `list[str]`: one for each decoding and drafter, over all tasks.
@@ -147,7 +147,7 @@ def summarize_runs(
 
 
 def verdict(speedup: Interval) -> str:
-    """What a speed-up's interval allows to say."""
+    """The conclusion that a speed-up's interval allows."""
     if math.isnan(speedup.low):
         return "too few questions to say"
     if speedup.low > 1:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a target and its drafters are evaluated on: well-known tasks by name, or a user's own file."""
+"""Evaluation tasks: well-known ones by name, or a user's own file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Question:
 
 @dataclass(frozen=True)
 class TaskSource:
-    """Where the prompts of a named task are, and how a row becomes a prompt."""
+    """The source of a named task's prompts, and how a row becomes a prompt."""
 
     path: str  # data set of the Hub, or a builder of `datasets`
     split: str
@@ -107,7 +107,7 @@ class TaskData:
 def load_tasks(names: Sequence[str], limit: int | None = None) -> list[TaskData]:  # in the order of `names`
     """Load tasks by name, or from files."""
     if limit is not None and limit < 1:
-        raise ValueError(f"`limit` must be >= 1, got {limit}. Leave it away for all questions.")
+        raise ValueError(f"`limit` must be >= 1, got {limit}. Omit it for all questions.")
     if not names:
         raise ValueError(f"An evaluation needs at least one task, got none. {_choices()}")
     titles = [_title(name) for name in names]

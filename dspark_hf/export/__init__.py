@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts in the layouts that other engines read."""
+"""Writes drafts in the layouts of other engines."""

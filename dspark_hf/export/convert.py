@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From any format that is read to one of three that are written. Tensors are copied bit for bit, never recomputed."""
+"""Converts a draft from any readable format to one of three. Tensors are copied bit for bit, never recomputed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FORMATS = ("dspark", "deepspec", "speculators")
 
 @dataclass(frozen=True)
 class Conversion:
-    """What [`convert_draft`] has written.
+    """The result of [`convert_draft`].
 
     Args:
         folder (`Path`): The new draft.
@@ -74,7 +74,7 @@ def convert_draft(
         [`Conversion`]
 
     Raises:
-        ValueError: If the draft is broken or ambiguous, the format has no words for it, the target is missing or does
+        ValueError: If the draft is broken or ambiguous, the format cannot represent it, the target is missing or does
             not fit, or `output` is not empty.
         NotImplementedError: If the draft's format is known but not supported.
         OSError: If there is no such draft or target.
@@ -215,7 +215,7 @@ def _plain_weight(module: torch.nn.Module, target: str) -> torch.Tensor:
 
 
 def _read_back(folder: Path, config: DSparkConfig, tensors: dict[str, torch.Tensor]) -> DSparkConfig:
-    """Load what was written, and compare it with what it was written from."""
+    """Load the written draft and compare it with its source."""
     model = DSparkDraftModel.from_pretrained(folder, dtype="auto")
     files = TensorFiles.find(folder, {})
     ours, theirs = ({k: v for k, v in c.to_dict().items() if k not in _NOT_COMPARED} for c in (config, model.config))

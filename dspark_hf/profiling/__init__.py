@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long rounds take on this machine."""
+"""Measures how long rounds take on this machine."""
 
 from .profile import RoundTimeProfile, measure_profile, profile_for, profile_path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the round times of a target and a draft depend on: the machine, how the two are set up, and their shapes."""
+"""Fingerprint of everything that round times depend on: the machine, the set-up of both models, and their shapes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _DRAFT_FIELDS = (
 
 
 def fingerprint(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int = 1) -> dict[str, Any]:
-    """What round times depend on, in JSON's types: machine, threads, dtypes, kernels, and the shapes of both models.
+    """The factors of round times, in JSON's types: machine, threads, dtypes, kernels, and the shapes of both models.
 
     Of the versions only torch's is part of it, without its last number: kernels come from there.
     """

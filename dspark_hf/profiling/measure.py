@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of drafting, and of verification passes of 1, 2, ... tokens, for some requests at a given context length.
 
-Timing only. Where curves are kept and when they are measured is the business of `profiling`.
+Timing only. `profile` decides where curves are kept and when they are measured.
 
 Legend: R requests, s context tokens, B tokens in a verification pass (the anchors and the drafts).
 """
@@ -51,8 +51,8 @@ def batch_points(num_draft_slots: int, num_requests: int = 1) -> tuple[int, ...]
 def isotonic(medians: Sequence[float]) -> tuple[float, ...]:
     """The nearest curve that does not fall (least squares): more tokens take no less time.
 
-    Neighbours that fall get their common mean, so that a median that is too high by chance raises only itself and
-    those that it stands out from, not the rest of the curve.
+    Neighbours that fall get their common mean, so that a median that is too high by chance raises only itself and its
+    neighbours, not the rest of the curve.
     """
     pools: list[list[float]] = []
     for median in medians:

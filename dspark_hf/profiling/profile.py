@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Round-time profiles of a target, a draft and the machine they run on: records, files, and the one that fits a call.
 
-A profile says how long drafting and verification passes of 1, 2, ... tokens take (see `measure`). What to make of it
-is the business of the schedulers.
+A profile says how long drafting and verification passes of 1, 2, ... tokens take (see `measure`). The schedulers
+interpret it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FORMAT = 1
 SWITCH = "DSPARK_HF_AUTO_PROFILE"
 # The quick measurement: long enough to tell a cliff from noise, short beside the text that it is made for.
 QUICK_CONTEXT, QUICK_REPEATS, QUICK_BUDGET_S, QUICK_MIN_TOKENS = 128, 7, 2.5, 32
-LONGEST_QUICK_BUDGET_S = 10.0  # a pass of many texts takes its time
+LONGEST_QUICK_BUDGET_S = 10.0  # a pass over many texts takes longer
 LONGEST_WAIT_S = 30.0  # for the measurement of another thread
 
 
@@ -97,7 +97,7 @@ class RoundTimeProfile:
         return SPSCurve(before.batch_tokens, verify_s, between(before.draft_s, after.draft_s), request_s)
 
     def mismatch(self, target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int = 1) -> str | None:
-        """Why the profile does not hold for a pair on this machine, as it is set up now.
+        """The reason why the profile does not apply to a pair on this machine in its current set-up.
 
         Args:
             target (`PreTrainedModel`): The model that generates.
@@ -150,7 +150,7 @@ class RoundTimeProfile:
         """
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             found = values.get("format") if isinstance(values, dict) else type(values).__name__
-            raise ValueError(f"A profile must have `format` {FORMAT}, got {found!r}. Measure it anew.")
+            raise ValueError(f"A profile must have `format` {FORMAT}, got {found!r}. Re-run `dspark-hf profile`.")
         try:
             measured = tuple(
                 MeasuredCurve(
@@ -169,7 +169,9 @@ class RoundTimeProfile:
             )
             return cls(measured, dict(values["fingerprint"]), dict(values["versions"]), str(values["date"]))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise ValueError(f"A profile is damaged ({type(error).__name__}: {error}). Measure it anew.") from error
+            raise ValueError(
+                f"A profile is damaged ({type(error).__name__}: {error}). Re-run `dspark-hf profile`."
+            ) from error
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the profile as JSON, whole or not at all; missing folders are made.
@@ -199,7 +201,7 @@ class RoundTimeProfile:
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"A profile must be JSON, got {error}. Measure it anew.") from error
+            raise ValueError(f"A profile must be JSON, got {error}. Re-run `dspark-hf profile`.") from error
         return cls.from_dict(values)
 
 
@@ -257,7 +259,7 @@ def profile_path(target: PreTrainedModel, draft: DSparkDraftModel, num_requests:
 
 @dataclasses.dataclass(frozen=True)
 class _Answer:
-    """What was found for a pair, how the pair was set up then, and whether everything was tried."""
+    """The result found for a pair, its set-up at that time, and whether everything was tried."""
 
     state: tuple
     profile: RoundTimeProfile | None
@@ -273,7 +275,7 @@ def profile_for(
 ) -> RoundTimeProfile | None:
     """The profile of a pair on this machine, or `None`; costs microseconds once the answer is known.
 
-    Whatever fails is warned of once, and the call goes on without; only an interrupt comes through.
+    Any failure gives one warning, and the call continues without a profile; only an interrupt is re-raised.
 
     The first of these that fits: `round_times.json` in the draft's own folder, the file in the user's cache folder
     ([`profile_path`]), a quick measurement of about three seconds, which goes to the cache folder. The measurement
@@ -297,13 +299,13 @@ def profile_for(
         state = (num_requests, *setup(target, draft))
         answer = _known(target, draft, state, may_measure) or _asked(target, draft, state, may_measure)
         return answer.profile
-    except Exception as error:  # whatever it is, generation can do without round times
+    except Exception as error:  # whatever the error is, generation works without round times
         _warn_without(target, error)
         return None
 
 
 def _asked(target: PreTrainedModel, draft: DSparkDraftModel, state: tuple, may_measure: bool) -> _Answer:
-    """The answer found out, by one thread at a time: measurements at the same time would time each other."""
+    """Find the answer, one thread at a time: simultaneous measurements would time each other."""
     if not _lock.acquire(timeout=LONGEST_WAIT_S):
         _warn_without(target, TimeoutError(f"another measurement takes more than {LONGEST_WAIT_S:.3g} s"))
         answer = _Answer(state, None, is_final=True)  # the next call does not wait again
@@ -333,7 +335,7 @@ def _found_out(target: PreTrainedModel, draft: DSparkDraftModel, state: tuple, m
 
 
 def _warn_without(target: PreTrainedModel, error: Exception) -> None:
-    """Drafts are then weighed by the round times of a typical machine."""
+    """Warn that the round times of a typical machine are used instead."""
     logger.warning_once(
         f"No round times: {type(target).__name__} and its draft could not be measured here ({error!r}). Drafts are "
         f"weighed by those of a typical machine instead; the text is the same. {SWITCH}=0 stops measuring."
@@ -358,7 +360,7 @@ def _found(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int) 
             reason = profile.mismatch(target, draft, num_requests)
         except (FileNotFoundError, NotADirectoryError):
             continue
-        except Exception as error:  # files can be damaged in more ways than one can name
+        except Exception as error:  # files can be damaged in many ways
             reason = str(error) or repr(error)
         if reason is None:
             return profile

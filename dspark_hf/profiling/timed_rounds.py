@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds that are run for their time alone, on texts that stay where they are: what a round verifies is taken back.
+"""Runs rounds only to time them, on texts that do not grow: verified tokens are rolled back.
 
 Legend: R requests, s context tokens, B tokens in a verification pass (the anchors and the drafts).
 """
@@ -55,7 +55,7 @@ class SingleRounds:
         return self._text[:, : self.context_length]
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
-        """What holds from the first round on, as in the decoding loop."""
+        """Active from the first round on, as in the decoding loop."""
         return self._runner.decoding()
 
     @property
@@ -159,7 +159,7 @@ def _timed_draft(
     proposals = drafter.propose([text[:, : length + 1] for length in lengths])
     _synchronize(drafter.draft.device)
     seconds = perf_counter() - start
-    if not all(proposal.drafted for proposal in proposals):  # a pause takes no time, which says nothing
+    if not all(proposal.drafted for proposal in proposals):  # a pause takes no time and is not a measurement
         raise RuntimeError("the draft's numbers are not finite, so that its blocks are empty")
     return seconds
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many drafts each request sends, and whether drafting pays: numbers only, never a model."""
+"""Chooses how many drafts each request sends, and whether to draft at all, from numbers only, without a model."""
 
 from .curve import SPSCurve
 from .rules import (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often each slot of a request's blocks is accepted, and what a round brings. Never sees a model."""
+"""Tracks how often each slot of a request's blocks is accepted, and the tokens per round. Imports no model code."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..common.records import RoundRecord
 
 
 class AcceptanceHistory:
-    """How often slot k was accepted when all before it were, how that compares with its confidence, and the tokens
-    that a round brought.
+    """Tracks how often slot k was accepted when all before it were, its ratio to the confidence, and the tokens per
+    round.
 
     All are means of the recent rounds, with a few pseudo-rounds of a prior: P(accept k) as measured when the draft
-    was calibrated, or `PRIOR_ACCEPTANCE`, which is low enough for a useless draft to be found out in two rounds.
+    was calibrated, or `PRIOR_ACCEPTANCE`, which is low enough to detect a useless draft in two rounds.
     """
 
-    DECAY = 0.97  # a text changes its kind within some tens of rounds
+    DECAY = 0.97  # the kind of a text changes within some tens of rounds
     PRIOR_ROUNDS = 4.0
     PRIOR_ACCEPTANCE, PRIOR_ACCEPTANCE_ROUNDS = 0.6, 2.0
 
@@ -43,7 +43,7 @@ class AcceptanceHistory:
 
     @property
     def tokens_per_round(self) -> float:
-        """Tokens of a round that drafted, of late."""
+        """Recent mean of the tokens of a round that drafted."""
         return self._tokens / self._rounds
 
     @property
@@ -56,7 +56,7 @@ class AcceptanceHistory:
         self,
         confidence: torch.Tensor,  # [R, k], in [0, 1]
     ) -> torch.Tensor:  # [R, k], in [0, 1]
-        """Confidences scaled by how often such slots were accepted of late."""
+        """Confidences scaled by how often such slots were accepted recently."""
         weight = self.PRIOR_ROUNDS
         factors = (self._accepted + weight) / (self._expected + weight)
         factors = confidence.new_tensor(factors[: confidence.shape[-1]])

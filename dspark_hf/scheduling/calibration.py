@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sequential Temperature Scaling (paper section 3.2): temperatures that make confidences mean what they say. Never
-sees a model.
+"""Sequential Temperature Scaling (paper section 3.2): temperatures that make confidences match acceptance rates.
+Imports no model code.
 
 Legend: N rounds, g slots per block, T temperatures tried. c is the confidence, a the prefix survival. The event that
 a_k predicts is "slots 0 to k were all accepted".
@@ -24,7 +24,7 @@ from .reliability import NUM_BINS, SurvivalFigures, expected_calibration_error, 
 MIN_ROUNDS = 30
 # Steps of 2.3 %: finer than the rounds can tell apart.
 TEMPERATURE_GRID = tuple(round(10 ** (step / 100), 4) for step in range(-100, 101))
-# Weight of "leave it alone" in the search, and of the pooled rate in the prior; it fades as rounds come in.
+# Weight of the unchanged temperature in the search, and of the pooled rate in the prior; it fades with more rounds.
 PRIOR_ROUNDS = 4.0
 
 
@@ -88,7 +88,7 @@ def fit_temperatures(
     """Sequential Temperature Scaling: slot by slot, the T_k that brings the ECE of a_k down most.
 
     The slots before k are held at their calibrated values. Each candidate also pays `|log T| * 4 / N`, so that few
-    rounds move a temperature little; of equals, the one closest to 1 is taken.
+    rounds move a temperature little; among equals, the one closest to 1 is used.
 
     Args:
         observations (`ConfidenceObservations`): At least 30 rounds.
@@ -121,8 +121,8 @@ def fit_temperatures(
 def acceptance_prior(observations: ConfidenceObservations) -> tuple[float, ...]:  # in [0, 1], one per slot
     """P(slot k accepted | all before it were), usable from the first round on.
 
-    Each rate is drawn towards the rate of all slots together, with the weight of four rounds, so that a slot that was
-    seldom or never reached gets neither 0 nor NaN.
+    Each rate is shrunk towards the rate of all slots together, with the weight of four rounds, so that a slot that was
+    rarely or never reached gets neither 0 nor NaN.
     """
     accepted = observations.prefix_accepted.sum(dim=0).tolist()
     reached = [observations.num_rounds, *accepted[:-1]]

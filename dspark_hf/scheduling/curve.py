@@ -13,8 +13,8 @@ import numpy as np  # sorts and interpolates thousands of requests several times
 class SPSCurve:
     """Round time against the tokens verified, of one target, draft and machine; SPS(B) = 1 / `round_s(B)`.
 
-    Between two measured points the time is linear; beyond the last it goes on with the slope of the last two; below
-    the first it is the first.
+    Between two measured points the time is linear; beyond the last it continues with the slope of the last two; below
+    the first it is constant.
 
     Args:
         batch_tokens (`tuple[int, ...]`): B at which the time is known, ascending, from 1 up.
@@ -66,7 +66,7 @@ class SPSCurve:
         return cls((1, 2), (1.0, 1.0 + slot_cost), draft_cost)
 
     def for_requests(self, num_requests: int) -> SPSCurve:
-        """The curve of rounds of so many requests: the same verification, and all their drafting in `draft_s`.
+        """The curve of rounds of this many requests: the same verification, and all their drafting in `draft_s`.
 
         Args:
             num_requests (`int`): R.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether drafting pays, round by round, from what earlier rounds brought and cost. Never sees a model."""
+"""Decides round by round whether drafting pays off, from tokens and times of earlier rounds. Imports no model code."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .rules import RoundOutlook
 
 
 class DraftingGate:
-    """Whether the next round drafts at all: only while rounds that draft bring more tokens per second than plain ones.
+    """Lets rounds draft only while rounds that draft yield more tokens per second than plain ones.
 
-    What drafting brings is a decayed mean over the rounds that drafted, with a few pseudo-rounds of what the past
-    lets expect; their time is the curve's, so that it does not depend on the clock. Where it does not pay, a round is
-    drafted now and then to see whether it does again, each time after twice as long a wait.
+    The gain of drafting is a decayed mean over the rounds that drafted, with a few pseudo-rounds of the gain expected
+    from the past. Their time is taken from the curve, so it does not depend on the clock. While drafting does not pay
+    off, a round is drafted occasionally to test whether it does again, each time after twice as long a wait.
     """
 
-    # Long enough for chance not to close it: a round brings 1 token more or less than its mean, drafting a quarter.
+    # Long enough that chance does not close it: a round varies by 1 token around its mean, drafting gains a quarter.
     DECAY = 0.97
     PRIOR_ROUNDS = 8.0
-    # The mean of so few rounds is off by as much, that of R requests by sqrt(R) less; stopping by chance costs more
-    # than a small loss.
+    # Standard error of a mean over this many rounds (divide by sqrt(R) for R requests). Stopping by chance costs more
+    # than tolerating a small loss.
     TOLERANCE = 0.06
     FIRST_WAIT, LONGEST_WAIT = 8, 64
 
@@ -52,7 +52,7 @@ class DraftingGate:
         steps = curve.for_requests(len(records)).round_s(batch_tokens) / curve.verify(len(records))
         self._tokens = self.DECAY * self._tokens + tokens / len(records)
         self._steps = self.DECAY * self._steps + steps
-        if tokens > steps * len(records):  # a probe that paid is followed by another one
+        if tokens > steps * len(records):  # a probe that paid off is followed by another one
             self._wait, self._rounds_left = self.FIRST_WAIT, 0
 
     def _pays(self, outlook: RoundOutlook, num_requests: int, kept_pace: float) -> bool:
@@ -63,10 +63,10 @@ class DraftingGate:
 
 
 class DraftingPause:
-    """Rounds in which a request does not draft, because its first slot was of no use twice in a row.
+    """Rounds in which a request does not draft, because its first slot was unusable twice in a row.
 
-    Numbers that are not finite rarely get better: those of the context stay in the draft's cache. One token alone may
-    be the cause, so the first failure costs nothing; then the pauses double for as long as it goes on.
+    Values that are not finite rarely recover: those of the context stay in the draft's cache. A single token may be
+    the cause, so the first failure has no effect; after that the pauses double while failures continue.
     """
 
     FIRST_PAUSE = 8
@@ -75,7 +75,7 @@ class DraftingPause:
         self._failures = self._rounds_left = 0
 
     def passes(self) -> bool:
-        """Whether the request may draft in the next round; asked once per round."""
+        """Whether the request may draft in the next round; called once per round."""
         if self._rounds_left == 0:
             return True
         self._rounds_left -= 1
@@ -89,7 +89,7 @@ class DraftingPause:
 
 
 def best_fixed_length(outlook: RoundOutlook, num_requests: int = 1) -> tuple[float, float]:
-    """Tokens and seconds of a round, at the fixed number of drafts that is fastest by the past."""
+    """Tokens and seconds of a round, at the fixed number of drafts that was fastest in the past."""
     tokens = num_requests * (1 + np.cumsum(outlook.expected_survival))
     batch_tokens = num_requests * (2 + np.arange(len(tokens)))
     verify_s = outlook.curve.verify_table(int(batch_tokens[0]), int(batch_tokens[-1]))

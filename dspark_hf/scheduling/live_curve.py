@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a round costs, learned from the rounds of this call. Never sees a model."""
+"""Learns the time of a round from the rounds of this call. Imports no model code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .curve import SPSCurve
 
 
 class RoundTimes:
-    """The round-time curve of the machine as it is now: a prior curve, bent to the rounds seen.
+    """The current round-time curve of the machine: a prior curve, fitted to the rounds seen.
 
     The seconds of verification are fitted, by decayed least squares, as a part that every pass has and a part that
     grows as the prior curve does; how fast it grows is shrunk towards the prior. Drafting is a decayed mean. The unit
@@ -21,7 +21,7 @@ class RoundTimes:
 
     DECAY = 0.95
     PRIOR_TOKEN_SPREAD = (
-        8.0  # variance of the tokens verified, summed over rounds, at which data and prior weigh alike
+        8.0  # variance of the tokens verified, summed over rounds, at which data and prior have equal weight
     )
     PRIOR_DRAFTS = 2.0
 
@@ -41,13 +41,13 @@ class RoundTimes:
         seconds = _without_stall(verify_s, self._sums[0], self._sums[2])
         self._sums = self.DECAY * self._sums + [1, growth, seconds, growth * growth, growth * seconds]
         if any(record.drafted for record in records):
-            # In units of what the prior says of so many requests, which come and go.
+            # In units of the prior for this number of requests, which changes.
             draft_s = _without_stall(draft_s * self._drafting_share(len(records)), *self._drafting)
             self._drafting = self.DECAY * self._drafting + [1, draft_s]
         self.curve = self._fit()
 
     def _drafting_share(self, num_requests: int) -> float:
-        """The part of drafting for so many requests that drafting for one would take, by the prior."""
+        """The share of one request in the drafting time of this many, by the prior."""
         several = self._prior.for_requests(num_requests).draft_s
         return self._prior.draft_s / several if several else 1.0
 
@@ -70,5 +70,5 @@ class RoundTimes:
 
 
 def _without_stall(seconds: float, rounds: float, total: float) -> float:
-    """At most twice the mean so far: a stall of the machine says nothing about the cost of a token."""
+    """Limit seconds to twice the mean so far: a stall of the machine is not the cost of a token."""
     return min(seconds, 2 * total / rounds) if rounds > 1 else seconds

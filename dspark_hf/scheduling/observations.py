@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Confidences with what became of their drafts: what calibration and reliability are worked out from."""
+"""Confidences with the outcomes of their drafts, the input of calibration and reliability."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SMALLEST_PROBABILITY = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class ConfidenceObservations:
-    """What the confidence head said in N full blocks, and what became of them.
+    """The confidences of N full blocks, and how many drafts of each were accepted.
 
-    A full block had all its g slots sent, so `num_accepted` says of every slot whether its prefix was accepted.
+    A full block had all its g slots sent, so `num_accepted` determines for every slot whether its prefix was accepted.
     """
 
     confidence_logits: torch.Tensor  # [N, g], before the sigmoid, uncalibrated

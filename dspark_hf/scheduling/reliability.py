@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far confidences are from what happens: calibration error, reliability, Brier score, area under the curve.
+"""Compares confidences with outcomes: calibration error, reliability, Brier score, area under the curve.
 
-Calibration errors are taken over bins of equal mass: as many rounds in each. The a_k of late slots lie close to 0,
+Calibration errors are taken over bins of equal mass: as many rounds in each. The a_k of late slots are close to 0,
 where bins of equal width would put nearly all rounds into one. Equal predictions share a bin.
 """
 
@@ -21,7 +21,7 @@ NUM_BINS = 10
 
 @dataclass(frozen=True)
 class ReliabilityBin:
-    """Rounds whose predictions lie next to each other."""
+    """Rounds with neighbouring predictions."""
 
     mean_prediction: float  # mean of what was predicted, in [0, 1]
     observed_rate: float  # share of the rounds in which it happened, in [0, 1]
@@ -30,10 +30,10 @@ class ReliabilityBin:
 
 @dataclass(frozen=True)
 class SurvivalFigures:
-    """How good the prefix survival a_k of one slot is."""
+    """Quality of the prefix survival a_k of one slot."""
 
     expected_calibration_error: float  # ECE, in [0, 1]
-    noise_floor: float  # ECE that so many rounds show on average where every prediction is exactly right
+    noise_floor: float  # mean ECE of this many rounds if every prediction is exactly right
     area_under_curve: float  # chance that an accepted prefix was ranked above another; NaN if all are alike
     brier_score: float  # mean squared error, in [0, 1]
     reliability: tuple[ReliabilityBin, ...]  # the bins behind the ECE
@@ -71,7 +71,7 @@ def noise_floor(
     probabilities: torch.Tensor,  # [N], predictions, in [0, 1]
     num_bins: int = NUM_BINS,
 ) -> float:  # in [0, 1]
-    """ECE to be expected where every prediction is exactly right: the bins' own sampling noise.
+    """Expected ECE if every prediction is exactly right: the sampling noise of the bins.
 
     Each bin deviates like a normal variable of its variance, so this is for bins of more than a few rounds. An ECE
     near this value is no evidence of miscalibration.

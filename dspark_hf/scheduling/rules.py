@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many drafts of each request go to verification (paper section 3.2). Never sees a model.
+"""Rules that choose how many drafts of each request are verified (paper section 3.2). Imports no model code.
 
 Legend: R requests, g slots per block, N = R * g, B tokens in a verification pass (one anchor per request, plus
 drafts). a is the prefix survival: the chance that a draft and all before it are accepted.
 
-Every scheduler is causal. Whether slot k of a request is sent depends on its c_0..c_k, on the other requests and on
-earlier rounds, never on x_k or anything after it: that is what keeps sampled text exact (paper Appendix A).
+Every scheduler except `SearchScheduler` is causal. Whether slot k of a request is sent depends on its c_0..c_k, on the
+other requests and on earlier rounds, never on x_k or anything after it: this keeps sampled text exact (paper Appendix
+A).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from .curve import SPSCurve
 
 @dataclass(frozen=True)
 class RoundOutlook:
-    """What a scheduler may know besides the confidences of the round: the past, and the machine.
+    """The inputs of a scheduler besides the confidences of the round: the past, and the machine.
 
     Args:
         curve (`SPSCurve`): Round times.
         expected_survival (`tuple[float, ...]`): Mean prefix survival of slots 0 to g - 1 in earlier rounds.
         token_weights (`tuple[float, ...]`, *optional*):
-            What a token more is worth to each request, of [`token_weights`]; the same to all of them without it.
+            Value of one more token for each request, from [`token_weights`]; equal for all requests by default.
     """
 
     curve: SPSCurve
@@ -62,7 +63,7 @@ def prefix_survival(
 
 @dataclass(frozen=True)
 class FixedScheduler:
-    """Always the same number of drafts.
+    """Always sends the same number of drafts.
 
     Args:
         num_tokens (`int`): Drafts per request.
@@ -77,7 +78,7 @@ class FixedScheduler:
 
 @dataclass(frozen=True)
 class ThresholdScheduler:
-    """Up to the first slot whose own confidence is below a threshold.
+    """Sends drafts up to the first slot whose own confidence is below a threshold.
 
     Args:
         threshold (`float`): In [0, 1].
@@ -95,8 +96,8 @@ class PrefixScheduler:
     """The paper's Algorithm 1: admit drafts by descending survival while tokens per second rise; stop at the first
     that does not raise them.
 
-    The time of a round includes drafting where the curve has it: without it, rounds look shorter than they are and
-    too few drafts are sent.
+    The time of a round includes drafting if the curve has it. Without it, rounds look shorter than they are and too
+    few drafts are sent.
     """
 
     def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:
@@ -107,11 +108,11 @@ class PrefixScheduler:
 
 
 class CapacityScheduler:
-    """Section 5.2: how many drafts fit comes from the confidences of two rounds earlier, which of them from the
+    """Section 5.2: the number of drafts is computed from the confidences of two rounds earlier, their choice from the
     current ones.
 
-    The capacity is a search over all counts, so a cliff in the curve does not stop it; it reads the past only, so it
-    is causal. The first two rounds follow Algorithm 1. Where requests came or went, it grows with their number.
+    The capacity is a search over all counts, so a step in the curve does not stop it; it reads the past only, so it
+    is causal. The first two rounds follow Algorithm 1. If the number of requests changes, it scales with it.
     """
 
     DELAY = 2
@@ -133,15 +134,15 @@ class CapacityScheduler:
 
 @dataclass(frozen=True)
 class LookaheadScheduler:
-    """Algorithm 1 with two changes: it prices time, and it looks past a cliff with the eyes of the past.
+    """Algorithm 1 with two changes: it charges for time, and uses past acceptance to look beyond a step in the curve.
 
     Time is worth the tokens per second of the best fixed length, by the survival of earlier rounds, or those of plain
     steps. Drafts are taken by descending survival; the next one is sent if it, or it together with some number of
     those after it, is expected to bring more tokens than its time is worth. The survival of the drafts after it is
-    not read (that would leak x_k into the decision about slot k): it is the survival at hand, falling as it fell on
-    average in earlier rounds.
+    not read (that would leak x_k into the decision about slot k): it is the survival of the current draft, decreasing
+    as it did on average in earlier rounds.
 
-    A price, instead of the rate of the round at hand, lets a good round run longer and ends a bad one sooner: the
+    A price, instead of the rate of the current round, lets a good round run longer and ends a bad one sooner: the
     tokens per second of a text are a ratio of sums, not a mean of ratios. Tokens count by `token_weights`.
     """
 
@@ -150,17 +151,17 @@ class LookaheadScheduler:
         survival = _weighted_survival(confidence, outlook)
         num_requests, num_slots = survival.shape
         expected = _expected(outlook, num_requests, num_slots)
-        tokens = np.concatenate([[0.0], expected.cumsum()])  # [N + 1]: what n drafts brought in the past
+        tokens = np.concatenate([[0.0], expected.cumsum()])  # [N + 1]: tokens gained by n drafts in the past
         seconds = outlook.curve.verify_table(num_requests, num_requests + len(expected))  # [N + 1]
         price = _price(tokens, seconds, num_requests, outlook.curve)
         descending = _descending(survival)
         sent = descending > price * np.diff(seconds)
-        # Where the next draft alone does not pay, a later end of the round may: a measured point past a cliff.
+        # If the next draft alone does not pay off, a later end of the round may: a measured point beyond a step.
         knots = {b - num_requests for b in outlook.curve.batch_tokens if 0 < b - num_requests < len(expected)}
         ends = np.array([*knots, len(expected)])[:, None]
         scale = descending / expected  # how much better than usual the next draft is
         unpaid = np.nonzero(~sent)[0]
-        for start in range(0, len(unpaid), 256):  # the first few decide as a rule
+        for start in range(0, len(unpaid), 256):  # usually the first few decide
             counts = unpaid[start : start + 256]
             gains = scale[counts] * (tokens[ends] - tokens[counts]) - price * (seconds[ends] - seconds[counts])
             sent[counts] = ((ends > counts) & (gains > 0)).any(axis=0)
@@ -171,10 +172,10 @@ class LookaheadScheduler:
 
 @dataclass(frozen=True)
 class SearchScheduler:
-    """All counts are tried, with time priced as in [`LookaheadScheduler`]. NOT causal: for greedy decoding only.
+    """Searches all counts, with time priced as in [`LookaheadScheduler`]. NOT causal: for greedy decoding only.
 
     Whether slot k is sent depends on c_{k+1}, which depends on x_k. A greedy text is the target's argmax whatever is
-    sent, so there, and only there, knowing more is free.
+    sent, so only greedy decoding may use that information.
     """
 
     def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:
@@ -189,7 +190,7 @@ class SearchScheduler:
 
 
 def _expected(outlook: RoundOutlook, num_requests: int, num_slots: int) -> np.ndarray:
-    """Survival of all drafts by the past, descending, [N]."""
+    """Expected survival of all drafts from the past, descending, [N]."""
     return np.repeat(np.maximum(outlook.expected_survival[:num_slots], 1e-9), num_requests)
 
 
@@ -204,7 +205,7 @@ def _survival(confidence: torch.Tensor) -> np.ndarray:
 
 
 def _weighted_survival(confidence: torch.Tensor, outlook: RoundOutlook) -> np.ndarray:
-    """What each draft is expected to bring, in tokens as they count; along a request's slots it never rises."""
+    """Expected weighted tokens of each draft; never increases along a request's slots."""
     survival = _survival(confidence)
     return survival if outlook.token_weights is None else survival * np.asarray(outlook.token_weights)[:, None]
 
@@ -220,7 +221,7 @@ def _rates(survival: np.ndarray, num_requests: int, curve: SPSCurve) -> np.ndarr
 
 
 def _num_leading(flags: np.ndarray) -> int:
-    """How many flags hold before the first that does not."""
+    """Number of leading flags that are true."""
     return len(flags) if flags.all() else int(flags.argmin())
 
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler would do under load: recorded rounds of many requests, replayed against a round-time curve. Never
-sees a model.
+"""Simulates a scheduler under load: recorded rounds of many requests, replayed against a round-time curve. Imports no
+model code.
 
 Legend: R requests at a time, g slots per block, B tokens in a verification pass, T recorded rounds.
 
-A recording holds what happened when every slot of a block was verified, so it answers for any shorter block too. Three
-things are approximate, and a result should be read with them in mind:
+A recording contains the outcome of every slot of a block, so it also determines that of any shorter block. Three
+things are approximate; consider them when reading a result:
 
-- A replayed request goes on with its next recorded round, whatever the scheduler let it commit. A live request that
-  committed fewer tokens would draft from an earlier place, most often one where the draft is doing well.
+- A replayed request continues with its next recorded round, whatever the scheduler let it commit. A live request that
+  committed fewer tokens would draft from an earlier position, usually one where the draft does well.
 - The time of a round depends on B only. Longer texts, and more caches to read for more requests, cost nothing.
 - Drafting takes `SPSCurve.draft_s`, however many requests draft.
 """
@@ -31,7 +31,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one policy did with R requests.
+    """The result of one policy with R requests.
 
     Args:
         policy (`str`): Name of the policy.
@@ -93,8 +93,8 @@ def simulate_load(
     In each round the scheduler sees the confidences of the R current records, and the acceptance of each slot in the
     rounds so far. A request commits `min(num_accepted, verify_length) + 1` tokens, and the round takes
     `curve.round_s(R + drafts sent)` seconds. The recordings form one ring, in order; the requests start at equal
-    distances on it, and each moves on by one record per round. More requests than records go in step, so record more
-    than you simulate. See the module for what this leaves out.
+    distances on it, and each moves on by one record per round. If there are more requests than records,
+    some replay the same records in step, so record more than you simulate. The module lists what is approximate.
 
     Args:
         rounds (`Sequence[Sequence[RoundRecord]]`):
@@ -158,13 +158,13 @@ def sweep(
 
 
 def full_blocks(records: Iterable[RoundRecord], num_slots: int) -> list[RoundRecord]:  # in order
-    """Leave out what cannot be replayed: blocks cut short, and rounds that did not judge every slot they reached."""
+    """Drop rounds that cannot be replayed: blocks cut short, and rounds that did not judge every slot they reached."""
     return [record for record in records if record.is_full_block(num_slots)]
 
 
 class _SlotAcceptance:
-    """Acceptance of each slot given those before it, over all rounds that sent it: a replay mixes its texts, so that
-    nothing drifts which a decaying mean would have to follow."""
+    """Acceptance of each slot given those before it, over all rounds that sent it. A replay mixes its texts, so there
+    is no drift that would need a decaying mean."""
 
     def __init__(self, num_slots: int) -> None:
         self._slots = torch.arange(num_slots)
@@ -194,7 +194,7 @@ def _recording(rounds: Sequence[Sequence[RoundRecord]]) -> tuple[torch.Tensor, t
 
 
 def _refusal(record: RoundRecord, num_slots: int) -> str | None:
-    """Why a record does not say what any shorter block would have done."""
+    """The reason why a record does not determine the outcome of every shorter block."""
     if not record.confidence:
         return "has no confidences. Record rounds that draft, with a draft that has a confidence head."
     if record.verify_length < len(record.confidence):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a token of each request is worth to a batch, and how much of a faster pace the batch keeps."""
+"""The value of a token of each request to a batch, and the share of a faster pace that the batch keeps."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import numpy as np  # sorts and interpolates thousands of requests several times
 from .curve import SPSCurve
 
 
-# How much more the rounds ahead of the slowest text count than those of the others: high enough to bring it forward,
-# low enough to bear that texts end unforeseen.
+# How much more the rounds ahead of the slowest text count than those of the others: high enough to speed it up, low
+# enough to tolerate that texts end unexpectedly.
 URGENCY = 4.0
 
 
 def token_weights(
     curve: SPSCurve, tokens_per_round: Sequence[float], tokens_left: Sequence[int] | None = None
 ) -> tuple[float, ...]:
-    """What a token more is worth to each request, in time saved; about 1 on average.
+    """The value of one more token for each request, in time saved; about 1 on average.
 
-    A token saves a request 1 / `tokens_per_round` rounds, so it is worth more to one that is slow. Of the time of a
-    round a part leaves with each request that ends, and a part stays until the last one does: what brings forward
-    the request with most rounds ahead saves the latter, what brings forward others does not.
+    A token saves a request 1 / `tokens_per_round` rounds, so it is worth more to a slow one. Part of a round's cost
+    disappears when a request finishes; the rest is paid until the last one does. Only speeding up the request with
+    most rounds ahead saves the latter.
 
     Args:
         curve (`SPSCurve`): Round times.
-        tokens_per_round (`Sequence[float]` of length R): Of each request, of late, where it drafted.
+        tokens_per_round (`Sequence[float]` of length R): Of each request, in its recent rounds that drafted.
         tokens_left (`Sequence[int]` of length R, *optional*):
-            Tokens that each may still grow by; `None` where other texts take the places of those that end.
+            Tokens that each may still grow by; `None` if other texts take the places of those that end.
 
     Returns:
         `tuple[float, ...]` of length R.
@@ -45,19 +45,19 @@ def token_weights(
 
 
 def kept_pace(curve: SPSCurve, tokens_per_round: Sequence[float], tokens_left: Sequence[int] | None = None) -> float:
-    """What a call keeps of the mean pace of its requests, since it ends with the slowest of them.
+    """The share of the mean pace of its requests that a call keeps, since it ends with the slowest of them.
 
     The time to the end at their paces against that at one token a round, by the two parts of the time of a round (see
-    [`token_weights`]): one goes by the most rounds that a request has ahead, the other by the rounds of all.
+    [`token_weights`]): one depends on the most rounds that a request has ahead, the other on the rounds of all.
 
     Args:
         curve (`SPSCurve`): Round times.
         tokens_per_round (`Sequence[float]` of length R): Of each request.
         tokens_left (`Sequence[int]` of length R, *optional*):
-            Tokens that each may still grow by; `None` where other texts take the places of those that end.
+            Tokens that each may still grow by; `None` if other texts take the places of those that end.
 
     Returns:
-        `float`: 1 where all are equally fast, or none holds up the others.
+        `float`: 1 if all are equally fast, or none delays the others.
     """
     count = len(tokens_per_round)
     if count == 1 or tokens_left is None:
@@ -69,6 +69,6 @@ def kept_pace(curve: SPSCurve, tokens_per_round: Sequence[float], tokens_left: S
 
 
 def _own_share(curve: SPSCurve, num_requests: int) -> float:
-    """The part of a round's time that is the requests' own: that leaves with those that end."""
+    """The part of a round's time that belongs to single requests and disappears when they end."""
     alone_s, all_s = curve.round_s(1), curve.for_requests(num_requests).round_s(num_requests)
     return min(1.0, (all_s - alone_s) / all_s * num_requests / (num_requests - 1))

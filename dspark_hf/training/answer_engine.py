@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain sampling from many prompts at once, for writing training answers: a row that ends is given the next prompt.
+"""Plain sampling for many prompts at once, to generate training answers: a finished row gets the next prompt.
 
-Throughput is what counts here, not latency, so no draft is used. Legend: R rows, V vocabulary.
+Throughput matters here, not latency, so no draft is used. Legend: R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..drafts.target_structure import backbone_of
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How answers are sampled. All but the length may be `None` for a server, which then uses values of its own.
+    """Sampling options of answers. All but the length may be `None` for a server, which then uses its own values.
 
     Args:
         max_new_tokens (`int`, *optional*, defaults to 256): Longest answer.
@@ -167,7 +167,7 @@ class RowGenerator:
                 yield RowAnswer(request.key, tuple(self.answers[row]), "stop" if stopped else "length")
 
     def _shrink(self, active: list[int]) -> None:
-        """No prompt is waiting: rows that ended stop costing."""
+        """If no prompt is waiting, drop rows that ended."""
         self.cache.keep(active)
         self.rows = [self.rows[row] for row in active]
         self.answers = [self.answers[row] for row in active]

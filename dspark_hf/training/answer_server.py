@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of an OpenAI-compatible server: what it is asked, what it says, and which refusals end a run."""
+"""Client of an OpenAI-compatible server: requests, answers, and the refusals that end a run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SENTENCE_FIELDS = ("error", "message", "detail", "msg", "errors", "error_descrip
 
 @dataclass(frozen=True)
 class Refusal:
-    """A request that a server calls wrong."""
+    """A request that a server rejects as wrong."""
 
     status: int  # the HTTP status, 4xx
     reason: str  # the server's own words
@@ -66,7 +66,7 @@ class AnswerServer:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What every request says beside its conversation."""
+        """The arguments of every request besides its conversation."""
         sampling = asdict(self.sampling)
         body = {"model": self.model, "max_tokens": sampling.pop("max_new_tokens")}
         body |= {name: value for name, value in sampling.items() if value is not None}
@@ -129,7 +129,7 @@ def _answer(text: str) -> ServerAnswer | None:
 
 
 def _sentence(text: str) -> str:
-    """What a reply says in words, wherever the server's kind of error has them."""
+    """The error text of a reply, wherever the server puts it."""
     try:
         said = json.loads(text)
     except ValueError:

@@ -87,7 +87,7 @@ class PromptRow:
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What a data file was made with; written beside it, and compared when a run is resumed.
+    """The settings of a data file; written beside it, and compared when a run is resumed.
 
     Args:
         target (`str`): Name or path of the target.
@@ -289,7 +289,7 @@ def _requests(
 def _asked(
     server: AnswerServer, prompts: Sequence[PromptRow], concurrency: int
 ) -> Iterator[tuple[PromptRow, ServerAnswer | Refusal]]:
-    """What a server says to prompts, in their order."""
+    """The replies of a server to prompts, in their order."""
     pool = ThreadPoolExecutor(concurrency)
     try:
         # A chunk at a time, so that a server that is down ends the run instead of failing for every prompt.

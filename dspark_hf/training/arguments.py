@@ -52,7 +52,7 @@ class DSparkTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         refuse_options(self)
         if not torch.accelerator.is_available():
-            self.dataloader_pin_memory = False  # pinned for nobody, and warned of in every run
+            self.dataloader_pin_memory = False  # without an accelerator, pinning only causes a warning
         super().__post_init__()
         for name in ("num_anchors", "head_chunk_size"):
             if getattr(self, name) < 1:

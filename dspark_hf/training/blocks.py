@@ -94,7 +94,7 @@ def block_position_ids(blocks: AnchorBlocks, sequence_length: int) -> torch.Tens
 def block_attention_mask(
     blocks: AnchorBlocks, sequence_length: int, sliding_window: int | None = None, causal_in_block: bool = False
 ) -> torch.Tensor:  # [b, 1, q, s + q], True = visible; dummies see their own block only
-    """What each slot sees: the context strictly before its anchor, and its own block."""
+    """The mask of each slot: the context strictly before its anchor, and its own block."""
     b, n, g = blocks.label_ids.shape
     device = blocks.positions.device
     anchors = torch.where(blocks.keep_mask, blocks.positions, 0).repeat_interleave(g, dim=1).unsqueeze(-1)  # [b, q, 1]

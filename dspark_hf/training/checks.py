@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold before a training run writes anything, and of everything that it saves."""
+"""Checks before a training run writes anything, and of everything that it saves."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def check_weights(model: nn.Module, what: str, remedy: str) -> None:
 
 
 def check_checkpoint(folder: Path) -> None:
-    """Refuse to go on from weights that are NaN or infinite."""
+    """Reject resuming from weights that are NaN or infinite."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
@@ -128,7 +128,7 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
 
 
 def check_can_go_on(checkpoint: Path) -> None:
-    """Refuse a checkpoint without an optimizer: what comes after it would be another run."""
+    """Reject a checkpoint without an optimizer: resuming from it would be a different run."""
     if not (checkpoint / OPTIMIZER_NAME).is_file():
         raise ValueError(
             f"{checkpoint} was saved without the state of its optimizer (`save_only_model`), so its run cannot go on. "

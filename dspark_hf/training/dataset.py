@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From answered conversations to training batches, and what the frozen target says about them.
+"""Turns answered conversations into training batches, with the hidden states of the frozen target.
 
 Legend: b batch, s sequence, m captured layers, d hidden.
 """
@@ -215,7 +215,7 @@ def collate(
 
 @dataclass(frozen=True)
 class TargetFeatures:
-    """What the frozen target says about a batch; O(d) per token, never O(V)."""
+    """Hidden states of the frozen target for a batch; O(d) per token, never O(V)."""
 
     context_hidden_states: torch.Tensor  # [b, s, m * d], outputs of the captured layers, concatenated
     last_hidden_states: torch.Tensor  # [b, s, d], after the final norm, input of the LM head

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Target features on disk, so that only the first epoch pays for the target's forward.
+"""Caches target features on disk, so that only the first epoch runs the target.
 
 A folder of safetensors shards with a manifest: O(d) per token, checksummed, resumable, and tied to one target, one
 list of layers and one list of sequences.
@@ -25,7 +25,7 @@ from .dataset import SequenceDataset, TargetFeatures, collate, target_features
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Fields of a config that say nothing about hidden states, or differ between machines and releases.
+# Config fields that do not affect hidden states, or differ between machines and releases.
 _SAYS_NOTHING = re.compile(
     r"^_|version|dtype|use_cache|architectures|output_|return_dict|label|problem_type|chunk_size_feed_forward|"
     r"initializer|init_std|dropout|pdrop|_token_id|name_or_path|is_encoder_decoder|_implementation|loss"
@@ -35,7 +35,7 @@ _TOLERANCE, _TOLERATED_ROUNDINGS = 1e-2, 8
 
 
 def target_fingerprint(target: PreTrainedModel) -> str:  # SHA-256 in hex
-    """Hash that tells targets of one shape apart, fine-tuned ones too: architecture, and values of every weight."""
+    """Hash that distinguishes targets of one shape, fine-tuned ones too: architecture, and values of every weight."""
     digest = hashlib.sha256(type(target).__name__.encode())
     for name, parameter in target.named_parameters():
         if parameter.device.type == "meta":  # offloaded
@@ -59,13 +59,13 @@ def _weights_digest(target: PreTrainedModel) -> str:
 
 
 def _config_fields(target: PreTrainedModel) -> dict[str, Any]:
-    """What a target's config says about its hidden states, in JSON's types."""
+    """The config fields that affect a target's hidden states, in JSON's types."""
     fields = json.loads(json.dumps(target.config.get_text_config(decoder=True).to_dict(), default=str))
     return {name: fields[name] for name in fields if not _SAYS_NOTHING.search(name)}
 
 
 def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """How far hidden states `(s, m, d)` lie apart, relative to their length, as a mean over tokens and layers."""
+    """Mean relative distance of hidden states `(s, m, d)` over tokens and layers."""
     ours, theirs = ours.float(), theirs.float()
     return ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-20)).mean().item()
 
@@ -153,7 +153,7 @@ class FeatureCache(Dataset):
         return manifest["checksums"]
 
     def _check_features(self, target: PreTrainedModel) -> None:
-        """Compute the shortest and the longest sequence that are there again: what no config tells shows in them."""
+        """Recompute the shortest and the longest cached sequence, to detect changes that no config shows."""
         there = [i for i in range(len(self)) if str(i // self.shard_size) in self.checksums]
         if not there:
             return

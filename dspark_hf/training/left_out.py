@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that a command leaves out: named in the log, counted, and an error where no other row is left."""
+"""Rows that a command skips: logged and counted, with an error if no row remains."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a draft is trained on: the parallel stage over all blocks of a batch, then the heads and losses of their slots.
+"""The training objective: the parallel stage over all blocks of a batch, then the heads and losses of their slots.
 
 Legend: b batch, s sequence, n anchors, g block_size, N slots that count, d hidden, r Markov rank, V vocabulary.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `dspark-hf prepare` does: find prompts, let the target answer them, show progress."""
+"""Runs `dspark-hf prepare`: find prompts, have the target answer them, show progress."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From answered conversations to a saved draft: what `dspark-hf train` does."""
+"""Runs `dspark-hf train`: from answered conversations to a saved draft."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class DraftArguments:
         bigram_start (`bool`, *optional*, defaults to `True`): Start the sequential head from bigrams of the answers.
         target_layer_start (`bool`, *optional*, defaults to `False`): Start the draft's layers from the target's last
             ones.
-        init_from (`str`, *optional*): Draft to go on with, Hub id or folder. Its shape is kept, whatever the arguments
-            above say; only `draft_vocab_size` still cuts a whole vocabulary down.
+        init_from (`str`, *optional*): Draft to continue from, Hub id or folder. Its shape is kept, whatever the
+            arguments above say; only `draft_vocab_size` still cuts a whole vocabulary down.
     """
 
     draft_num_layers: int = field(default=2, metadata={"help": "Draft layers."})
@@ -101,7 +101,7 @@ def train_draft(
     draft_arguments: DraftArguments,
     arguments: DSparkTrainingArguments,
 ) -> tuple[DSparkDraftModel, dict[str, float]]:
-    """Train a draft and save it to `arguments.output_dir`; a run that was killed goes on from its last checkpoint.
+    """Train a draft and save it to `arguments.output_dir`; a run that was killed resumes from its last checkpoint.
 
     Args:
         target (`PreTrainedModel`): The frozen target.
@@ -154,7 +154,7 @@ def own_process_group() -> Iterator[None]:
     """Destroy the process group at the end, if it was made inside; one that the caller made is the caller's.
 
     The training arguments make it under a launcher. Left alone, its threads can abort a process that exits. After an
-    error it is left alone, since the other processes may wait in it for ever.
+    error it is left alone, since the other processes may wait in it forever.
     """
     distributed = torch.distributed
     made_before = distributed.is_available() and distributed.is_initialized()
@@ -292,7 +292,7 @@ def _check_same_run(checkpoint: Path, config: DSparkConfig) -> None:
 
 
 def _identity(config: DSparkConfig) -> dict[str, Any]:
-    """What must not change between a run and its continuation: the draft, and the data it is trained on."""
+    """The settings that must not change when a run resumes: the draft and its data."""
     info = config.training_info or {}
     learned = ("training_info", "confidence_temperatures", "acceptance_prior", "calibration_info")
     names = [name for name in DSparkConfig.__annotations__ if name not in learned]

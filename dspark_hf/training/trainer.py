@@ -28,7 +28,7 @@ from .objective import BlockObjective, SlotSums, draft_blocks
 
 
 class EpochLengthSampler(LengthGroupedSampler):
-    """transformers' length grouping, drawn from (seed, epoch) and not from a shared stream: a resumed epoch goes on in
+    """transformers' length grouping, drawn from (seed, epoch) and not from a shared stream: a resumed epoch keeps
     its own order, and all processes agree on it.
     """
 
@@ -115,7 +115,7 @@ class DSparkTrainer(Trainer):
         return loss
 
     def _check_step(self, loss: torch.Tensor) -> None:
-        """Every process learns of what any of them met, so that none waits for another."""
+        """Share failures between processes, so that none waits for another."""
         figures = {"loss": loss}
         if self.accelerator.scaler is None:  # which tries gradients that overflow in float16, and skips them
             norms = [p.grad.norm().to(loss) for p in self.draft.parameters() if p.grad is not None]

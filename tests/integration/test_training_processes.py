@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes on one global batch train what one process trains; none waits for the other for ever."""
+"""Two processes on one global batch train what one process trains; none waits for the other forever."""
 
 import json
 import os

@@ -55,7 +55,7 @@ def test_logits_and_confidence_of_the_package(case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_reader_reads_what_the_package_writes(case, tmp_path):
-    """Its tensors are those of the export; its config is written anew."""
+    """Its tensors are those of the export; its config is written again."""
     shutil.copyfile(FOLDER / case / "written" / "config.json", tmp_path / "config.json")
     shutil.copyfile(FOLDER / case / "export" / "model.safetensors", tmp_path / "model.safetensors")
     assert (tmp_path / "config.json").read_text() != (FOLDER / case / "export" / "config.json").read_text()

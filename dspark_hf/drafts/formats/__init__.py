@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of draft checkpoints: pure mappings from a foreign config.json to [`DSparkConfig`], one file per format.
+"""Readers of draft checkpoints: pure mappings from another project's config.json to [`DSparkConfig`], one file each.
 
-All supported formats share the tensor names of our own, so only the configuration is translated. A format is told by
-what is in the config, never by a class name alone (two projects use the same one), and what a file leaves open is an
-error, never a guess: a wrong guess does not crash, it silently accepts nothing. `dspark_hf.export` writes formats.
+All supported formats use our tensor names, so only the configuration is translated. A format is recognised by the
+contents of the config, never by a class name alone (two projects use the same one). A field that a file leaves open is
+an error, never a guess: a wrong guess does not crash, but no draft is accepted. `dspark_hf.export` writes formats.
 Eagle3 drafts are only recognised here; `configuration_eagle3` reads them.
 """
 
@@ -53,16 +53,16 @@ def _read(file: ConfigFile) -> DSparkConfig:
 
 
 def is_dspark(config: dict[str, Any]) -> bool:
-    """Whether a config.json is a DSpark draft's, in any supported format."""
+    """Whether a config.json is that of a DSpark draft, in any supported format."""
     return config.get("model_type") == DSparkConfig.model_type or any(reader.matches(config) for reader in _READERS)
 
 
 def read_embedding_sample(
     name_or_path: str | os.PathLike, load_arguments: dict[str, Any], num_rows: int = 16
 ) -> dict[int, torch.Tensor]:  # token id to row [d]; empty where the checkpoint has no embedding
-    """Some rows of the frozen target embedding that published drafts carry: they tell whether a target is theirs."""
+    """Some rows of the frozen target embedding in published drafts, to recognise their target."""
     rows = TensorFiles.find(name_or_path, load_arguments).read_rows("embed_tokens.weight", num_rows)
-    # Some writers left the rows unset where they are read from the target.
+    # Some writers left the rows unset because they are read from the target.
     return {i: row for i, row in rows.items() if torch.isfinite(row).all()}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a caller states of a draft, and what its config.json says: both readable, and no contradiction between them."""
+"""Checks that the fields a caller passes and a draft's config.json are readable and do not contradict each other."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformers import PreTrainedConfig
 
 
 def given(stated: dict[str, Any] | None) -> dict[str, Any]:
-    """The fields that a caller states."""
+    """The fields that a caller passes."""
     return {name: value for name, value in (stated or {}).items() if value is not None}
 
 
 @contextlib.contextmanager
 def wrong_types_in_words(source: str) -> Iterator[None]:
-    """Around the translation of a config.json: errors of fields of a wrong type, in words."""
+    """Turn errors of fields of a wrong type in a config.json into readable ones."""
     try:
         yield
     except (TypeError, AttributeError, KeyError, IndexError) as error:  # fields of transformers' own
@@ -28,7 +28,7 @@ def wrong_types_in_words(source: str) -> Iterator[None]:
 
 
 def check_agrees(config: PreTrainedConfig, stated: dict[str, Any], source: str) -> None:
-    """Refuse a contradiction."""
+    """Reject a contradiction."""
     for name, value in stated.items():
         if getattr(config, name) != value:
             raise ValueError(

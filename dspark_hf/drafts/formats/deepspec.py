@@ -20,7 +20,7 @@ from .fields import (
 )
 
 
-# DeepSpec's training setting, which its class asks for when it loads.
+# DeepSpec's training setting, which its class requires when it loads.
 NUM_ANCHORS = 512
 
 
@@ -35,7 +35,7 @@ def to_config(file: ConfigFile) -> DSparkConfig:
 
 
 def draft_fields(file: ConfigFile) -> dict[str, Any]:
-    """What DeepSpec adds to a copy of the target's config."""
+    """The fields that DeepSpec adds to a copy of the target's config."""
     fields = {name: file.require(name) for name in ("block_size", "mask_token_id")}
     fields |= {"target_layer_ids": file.require_layer_ids(), "sample_from_anchor": True}
     return fields | file.head_fields() | file.kept_fields()

@@ -103,6 +103,6 @@ def _full_attention_heads(file: ConfigFile, k_eq_v: bool) -> tuple[int, int]:
         own = ConfigFile(layers[0], file.source)
         heads = own.fields.get("num_key_value_heads")
         return own.require("head_dim"), file.require("num_key_value_heads") if heads is None else heads
-    # The separate number of heads counts only where keys serve as values.
+    # The separate number of heads applies only if keys serve as values.
     heads = file.fields.get("num_global_key_value_heads") if k_eq_v else None
     return file.require("global_head_dim"), file.require("num_key_value_heads") if heads is None else heads

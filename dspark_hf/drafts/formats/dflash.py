@@ -20,7 +20,7 @@ from .fields import ConfigFile, layer_stack_fields
 logger = logging.get_logger("transformers.dspark_hf.drafts.formats.dflash")
 
 _PARTS = ("dflash_config", "dflash_architecture_config")
-# Marks of drafts with parts that this package does not have.
+# Fields of drafts with parts that this package does not support.
 _OTHER_PARTS = ("conv_kernel_size", "selector_top_k", "attention_sink_bias", "use_swa", "gru_hidden_dim")
 
 
@@ -35,7 +35,7 @@ def to_config(file: ConfigFile) -> DSparkConfig:
     _refuse_other_parts(file)
     fields = layer_stack_fields(file)
     if "sliding_window" in fields:
-        # Readers of these files disagree: z-lab's own code looks both ways, vLLM's only back.
+        # Readers of these files disagree: z-lab's code attends in both directions, vLLM's only backwards.
         causal = file.fields.get("causal")
         fields["sliding_window_non_causal"] = (
             file.require("sliding_window_non_causal") if causal is None else not causal
@@ -54,7 +54,7 @@ def to_config(file: ConfigFile) -> DSparkConfig:
 
 
 def _with_spread_layer_ids(file: ConfigFile) -> ConfigFile:
-    """Where a draft without heads names no layers, z-lab's own code reads one for each draft layer, spread evenly."""
+    """If a draft without heads names no layers, z-lab's own code reads one for each draft layer, spread evenly."""
     num_target_layers, num_layers = file.fields.get("num_target_layers"), file.require("num_hidden_layers")
     if _has_heads(file) or file.get("target_layer_ids") is not None or type(num_target_layers) is not int:
         return file

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Field handling shared by the readers."""
+"""Field access shared by the readers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..configuration_dspark import DSparkConfig
 
 
-# What published files have left open; `from_pretrained` takes them as arguments.
+# Fields that published files have left open; `from_pretrained` takes them as arguments.
 OPEN_FIELDS = (
     "block_size",
     "mask_token_id",
@@ -21,7 +21,7 @@ OPEN_FIELDS = (
     "enable_confidence_head",
     "confidence_head_with_markov",
 )
-# Fields of ours that no other format has, stored under their own names: other readers pass over them.
+# Our fields that no other format has, stored under their own names: other readers ignore them.
 KEPT_FIELDS = (
     "num_target_layers",
     "target_name_or_path",
@@ -110,7 +110,7 @@ class ConfigFile:
         return fields
 
     def kept_fields(self) -> dict[str, Any]:
-        """Those of our own fields that a writer of this package left in the file."""
+        """Our own fields that this package stored in the file."""
         return {name: self.fields[name] for name in KEPT_FIELDS if self.fields.get(name) is not None}
 
 
@@ -121,7 +121,7 @@ def layer_stack_fields(stack: ConfigFile) -> dict[str, Any]:
     if stack.fields.get("torch_dtype") is not None:  # the 4.x name
         fields.setdefault("dtype", stack.fields["torch_dtype"])
     fields["rope_parameters"] = _rope_parameters(stack)
-    # Sliding layers count only where the stack says so, as in transformers' Qwen3Config.
+    # Sliding layers count only if the stack says so, as in transformers' Qwen3Config.
     layer_types = fields.get("layer_types") or (stack.require("layer_types") if _slides(stack) else ())
     if isinstance(layer_types, (list, tuple)) and "sliding_attention" in layer_types:
         fields["sliding_window"] = stack.require("sliding_window")
@@ -148,7 +148,7 @@ def stack_to_write(config: DSparkConfig) -> dict[str, Any]:
 
 
 def check_writable_layer_ids(config: DSparkConfig) -> None:
-    """Refuse an order of the layers that only our own format has."""
+    """Reject an order of the layers that only our own format supports."""
     ids = config.target_layer_ids
     if any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
         raise ValueError(
@@ -158,7 +158,7 @@ def check_writable_layer_ids(config: DSparkConfig) -> None:
 
 
 def dtype_to_write(config: DSparkConfig) -> dict[str, str]:
-    """The dtype of the weights, where it is known."""
+    """The dtype of the weights, if known."""
     return {} if config.dtype is None else {"dtype": str(config.dtype).removeprefix("torch.")}
 
 

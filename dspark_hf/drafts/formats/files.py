@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a checkpoint as they lie in its safetensors files, one at a time."""
+"""Reads tensors of a checkpoint from its safetensors files, one at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OLD_PREFIX = "logit_head."
 
 
 def hub_arguments(load_arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `from_pretrained` that say where files are found."""
+    """The arguments of `from_pretrained` that locate files."""
     return {name: load_arguments[name] for name in _HUB_ARGUMENTS if name in load_arguments}
 
 
@@ -37,7 +37,7 @@ def read_config_file(name_or_path: str | os.PathLike, load_arguments: dict[str, 
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """Where each tensor of a checkpoint lies."""
+    """The file of each tensor of a checkpoint."""
 
     paths: dict[str, str]  # name of a tensor to its file, under the names this package uses
     stored_names: dict[str, str]  # the same names to those in the file

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a config.json is not a draft that can be loaded, in one sentence each."""
+"""The reasons why a config.json is not a loadable draft, one sentence each."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-# The target's config names its draft with these; they are no config of a draft alone.
+# A target's config describes its draft with these; they are not the config of a separate draft.
 _IN_CHECKPOINT_KEYS = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
 
 
 def refuse(config: dict[str, Any], source: str) -> Exception:
-    """The error for a config that no reader takes."""
+    """The error for a config that no reader accepts."""
     architectures = [str(name) for name in config.get("architectures") or []]
     if any(key in config for key in _IN_CHECKPOINT_KEYS):
         return NotImplementedError(

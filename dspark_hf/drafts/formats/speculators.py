@@ -42,7 +42,7 @@ def to_config(file: ConfigFile) -> DSparkConfig:
         )
     fields |= {name: file.require(name) for name in ("block_size", "mask_token_id")}
     if file.fields["speculators_model_type"] == "dflash":
-        # Files of before the field was added are of the convention that is still its default.
+        # Files written before the field was added use the convention that is still its default.
         fields |= {"markov_rank": 0, "enable_confidence_head": False}
         fields["sample_from_anchor"] = file.get("sample_from_anchor", False)
     else:
@@ -103,7 +103,7 @@ def membership_mask(
 
 
 def _with_one_rope(stack: ConfigFile) -> ConfigFile:
-    """Where a RoPE per layer type was copied from the target, the package takes that of sliding layers for all."""
+    """If a RoPE per layer type was copied from the target, the package uses that of sliding layers for all."""
     rope = stack.fields.get("rope_parameters")
     if isinstance(rope, dict) and isinstance(rope.get("sliding_attention"), dict):
         return replace(stack, fields=stack.fields | {"rope_parameters": rope["sliding_attention"]})

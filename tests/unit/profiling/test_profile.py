@@ -152,7 +152,7 @@ def test_damaged_profiles_are_refused(change, message):
 def test_files_that_hold_no_profile_are_refused(tmp_path, content):
     path = tmp_path / "round_times.json"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"A profile must .*Measure it anew\."):
+    with pytest.raises(ValueError, match=r"A profile must .*Re-run `dspark-hf profile`\."):
         RoundTimeProfile.load(path)
 
 
