@@ -20,8 +20,6 @@ import dspark_hf  # noqa: E402
 
 SLOW_MARK, GPU_MARK = "not slow and not gpu and not browser", "not gpu and not browser"
 
-# The models here are too small to gain by more, unless it is what a run is to show.
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").split(",")[0]))
 library_logging.disable_progress_bar()
 
 
@@ -43,9 +41,11 @@ _DEPRECATIONS = _Deprecations()
 
 def pytest_addoption(parser):
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked `slow`")
+    parser.addoption("--threads", type=int, default=1, help="threads of torch (default: 1)")
 
 
 def pytest_configure(config):
+    torch.set_num_threads(config.getoption("--threads"))
     if config.getoption("--run-slow") and config.option.markexpr == SLOW_MARK:
         config.option.markexpr = GPU_MARK
     # Errors are shown; warnings are still made, so that deprecations can be seen.
