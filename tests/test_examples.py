@@ -50,7 +50,7 @@ def run(script, arguments):
         text=True,
         check=False,
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        timeout=300,
+        timeout=900,
     )
 
 

@@ -109,11 +109,11 @@ def bind(
     _compare_embedding(embed_tokens, embedding_sample or {}, name)
     softcap = getattr(text_config, "final_logit_softcapping", None)
 
-    def head_outputs(hidden: torch.Tensor, layers: tuple[nn.Module, ...]) -> torch.Tensor:
-        return TargetBinding(embed_tokens, lm_head, head_layers=layers).logits(hidden)
+    def outputs_of(hidden: torch.Tensor, modules: tuple[nn.Module, ...]) -> torch.Tensor:
+        return TargetBinding(embed_tokens, modules[-1], head_layers=modules[:-1]).logits(hidden)
 
-    head = probe_head(target, head_outputs, softcap, expected=_logit_factor(text_config))
-    return TargetBinding(embed_tokens, lm_head, head.factor, softcap, head.layers)
+    head = probe_head(target, outputs_of, softcap, expected=_logit_factor(text_config))
+    return TargetBinding(embed_tokens, head.modules[-1], head.factor, softcap, head.modules[:-1])
 
 
 def _logit_factor(text_config: PreTrainedConfig) -> float:

@@ -112,26 +112,27 @@ def once(target: PreTrainedModel, key: Hashable, find: Callable[[], _Finding]) -
 class Head:
     """The computation from the last hidden states of a target to its logits."""
 
-    layers: tuple[nn.Module, ...]  # what comes before the LM head, in order; most targets have nothing there
-    factor: float  # on the outputs of the LM head, before the soft cap
+    modules: tuple[nn.Module, ...]  # in order, the LM head last; most targets have nothing before it
+    factor: float  # on the outputs of the last module, before the soft cap
 
 
 def probe_head(
     target: PreTrainedModel,
-    head: LogitsOf,  # from hidden states [..., d], through layers before the LM head, to its outputs [..., V]
+    outputs_of: LogitsOf,  # from hidden states [..., d] through modules to outputs [..., V]
     softcap: float | None,
     expected: float,
 ) -> Head:
     """Find out how a target computes its logits."""
+    by_config = Head((target.get_output_embeddings(),), expected)
     if not can_run(target):
-        return Head((), expected)
+        return by_config
     parts = (id(target.get_input_embeddings()), id(target.get_output_embeddings()))
     key = ("head", *parts, target.dtype, softcap, expected)
-    return once(target, key, lambda: _probe_head(target, head, softcap, expected))
+    return once(target, key, lambda: _probe_head(target, outputs_of, softcap, by_config))
 
 
 @torch.no_grad()
-def _probe_head(target: PreTrainedModel, head: LogitsOf, softcap: float | None, expected: float) -> Head:
+def _probe_head(target: PreTrainedModel, outputs_of: LogitsOf, softcap: float | None, by_config: Head) -> Head:
     ids = probe_ids(target)
     try:
         backbone, (_, length) = backbone_of(target), ids.shape
@@ -143,20 +144,20 @@ def _probe_head(target: PreTrainedModel, head: LogitsOf, softcap: float | None, 
         logger.warning_once(
             f"{type(target).__name__} could not be checked, since it does not run over a few tokens of text: {error}"
         )
-        return Head((), expected)
+        return by_config
     check_filled_cache(target, outputs.get(CACHE_KEY))
     _check_widths(target, ids, hidden, outputs.logits)
     closeness, logits = closeness_for(target), outputs.logits[0].float()
-    raw = head(hidden, ())[0].float()
-    if closeness.accepts(_capped(raw * expected, softcap), logits):
-        return Head((), expected)
-    layers = _layers_before_head(target, ids)
-    raw = head(hidden, layers)[0].float() if layers else raw
+    raw = outputs_of(hidden, by_config.modules)[0].float()
+    if closeness.accepts(_capped(raw * by_config.factor, softcap), logits):
+        return by_config
+    modules = _modules_after_backbone(target, ids)
+    raw = outputs_of(hidden, modules)[0].float()
     uncapped = logits if softcap is None else torch.atanh((logits / softcap).clamp(-1 + 1e-6, 1 - 1e-6)) * softcap
     measured = float((uncapped * raw).sum() / (raw * raw).sum())
-    for factor in (expected, measured):
+    for factor in (by_config.factor, measured):
         if closeness.accepts(_capped(raw * factor, softcap), logits):
-            return Head(layers, factor)
+            return Head(modules, factor)
     raise NotImplementedError(
         f"DSpark computes a target's logits from its last hidden states with its own modules, and for "
         f"{type(target).__name__} finds others than the target does: its forward does something of its own there. Use "
@@ -181,12 +182,12 @@ def _check_widths(target: PreTrainedModel, ids: torch.Tensor, hidden: torch.Tens
             )
 
 
-def _layers_before_head(target: PreTrainedModel, ids: torch.Tensor) -> tuple[nn.Module, ...]:
-    """The modules beside a target's LM head that it calls after its backbone, in order."""
-    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
-    owner = next((module for module in target.modules() if head in module.children()), None)
-    if owner is None:
-        return ()
+def _modules_after_backbone(target: PreTrainedModel, ids: torch.Tensor) -> tuple[nn.Module, ...]:
+    """The modules that a target calls after its backbone, in order; the last one is or holds the output embedding."""
+    embedding, output = target.get_input_embeddings(), target.get_output_embeddings()
+    holders = (module for module in target.modules() if output in module.modules())
+    head = next(module for module in holders if embedding not in module.modules())  # the outermost one
+    owner = next((module for module in target.modules() if head in module.children()), target)
     called: list[nn.Module] = []
     siblings = [module for module in owner.children() if module is not head]
     hooks = [module.register_forward_hook(lambda module, *_: called.append(module)) for module in siblings]
@@ -196,7 +197,7 @@ def _layers_before_head(target: PreTrainedModel, ids: torch.Tensor) -> tuple[nn.
         for hook in hooks:
             hook.remove()
     backbones = [i for i, module in enumerate(called) if embedding in module.modules()]
-    return tuple(called[max(backbones, default=-1) + 1 :])
+    return (*called[max(backbones, default=-1) + 1 :], head)
 
 
 def _capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:

@@ -198,9 +198,10 @@ def test_a_measured_factor_under_a_soft_cap():
     assert_logits_are_the_targets_own(Gemma2Divided(config).eval())
 
 
-@pytest.mark.parametrize("name", ["ModernBertDecoder", "Cohere", "Granite"])
+@pytest.mark.parametrize("name", ["ModernBertDecoder", "Cohere", "Granite", "Roberta"])
 def test_heads_of_real_classes(name):
     extra = {
+        "Roberta": {"is_decoder": True, "max_position_embeddings": 64},
         "ModernBertDecoder": {"cls_token_id": 1, "sep_token_id": 2},
         "Cohere": {"logit_scale": 0.25},
         "Granite": {"logits_scaling": 4.0},

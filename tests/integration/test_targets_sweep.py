@@ -57,13 +57,13 @@ LARGE = {"janus", "kosmos-2", "kosmos-2.5", "qwen2_vl"}
 
 # What docs/compatibility.md says of a refusal -> what its message says.
 REASONS = {
-    "a recurrent state that cannot be taken back": "recurrent state",
-    "a cache of the model's own kind": "cache of its own kind|which [A-Za-z]*Cache of",
+    "a recurrent state that cannot be rolled back": "recurrent state",
+    "a model-specific cache": "cache of its own kind|which [A-Za-z]*Cache of",
     "no cache": "returned none",
-    "a window that the attention is not told of": "(gets other logits|does not run).*one row at a time",
-    "several tokens in one pass are not what they are one by one": "gets other logits|does not run",
+    "a window that is not passed to the attention": "(gets other logits|does not run).*one row at a time",
+    "several tokens in one pass give other results than one by one": "gets other logits|does not run",
     "hidden states of several streams": "hidden states of 4 dimensions",
-    "hidden states of fewer layers than the config counts": "returned no hidden states",
+    "hidden states of fewer layers than the config declares": "returned no hidden states",
     "logits that come from more than the LM head": "finds others than the target does",
     "other widths than the config says": "must have shape",
     "layers other than full and windowed attention": "full or sliding attention",
