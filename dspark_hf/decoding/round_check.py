@@ -78,6 +78,8 @@ def _past_length(target: PreTrainedModel, max_length: int) -> int:
     layers = DynamicCache(config=target.config.get_text_config(decoder=True)).layers
     windows = [layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
     length = max((window + 3 for window in windows if window < min(max_length, LONGEST_PAST)), default=0)
+    if not length:  # most targets: nothing to look up in every call
+        return 0
     allowed = position_limits(target).most_drafts(length + 3)
     return length if allowed is None or allowed >= 2 else 0
 
