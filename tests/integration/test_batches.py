@@ -22,8 +22,8 @@ from transformers import (
 from dspark_hf import AdaptiveConfidenceCriteria, DSparkGenerateOutput, RowStreamer, collect_rounds, generate_many
 from dspark_hf._compat import CACHE_KEY
 from dspark_hf.decoding import packed_runner, streaming
-from tests.closeness import assert_close
-from tests.helpers import character_tokenizer, oracle_draft, random_prompt, tiny_target
+from tests.support.closeness import assert_close
+from tests.support.models import character_tokenizer, oracle_draft, random_prompt, tiny_target
 
 
 @pytest.fixture(scope="module")

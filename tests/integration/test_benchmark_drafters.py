@@ -11,7 +11,7 @@ import pytest
 
 from dspark_hf.training.run import DraftArguments
 from tests.integration.test_training_resume import target_without_mask
-from tests.training_support import greedy_sequences, word_tokenizer, words
+from tests.support.training import greedy_sequences, word_tokenizer, words
 
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "drafters.py"

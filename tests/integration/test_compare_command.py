@@ -12,8 +12,8 @@ from dspark_hf.cli.compare import _print_comparison
 from dspark_hf.cli.options import errors_in_words
 from dspark_hf.common.prompts import Prompt
 from dspark_hf.evaluation.compare import Generation, PromptComparison
-from tests.helpers import oracle_draft, tiny_target
-from tests.integration.support import letter_tokenizer
+from tests.support.models import oracle_draft, tiny_target
+from tests.support.scripted import letter_tokenizer
 
 
 def refuse_constants(name):

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from dspark_hf.cli import app as command_line
 from dspark_hf.demo.app import build_demo, serve
 from dspark_hf.demo.settings import Limits
-from tests.helpers import oracle_draft, tiny_target
-from tests.integration.support import letter_tokenizer
+from tests.support.models import oracle_draft, tiny_target
+from tests.support.scripted import letter_tokenizer
 
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,8 @@ from dspark_hf.default_pair import ensure_default_target
 from dspark_hf.demo.plots import acceptance_by_slot, tokens_per_round
 from dspark_hf.demo.session import Pair, Session
 from dspark_hf.demo.settings import RunSettings
-from tests.helpers import spread_confidence
 from tests.integration.test_demo_api import Server
+from tests.support.models import spread_confidence
 
 
 ROOT = Path(__file__).parents[2]

@@ -23,9 +23,9 @@ from dspark_hf.doctor import ADVICE, FAULT, diagnose
 from dspark_hf.doctor.diagnosis import NUM_PROBE_TOKENS
 from dspark_hf.export.convert import convert_draft
 from dspark_hf.training.dataset import TrainingSequence
-from tests.closeness import assert_close
-from tests.helpers import oracle_draft, random_draft, tiny_target
-from tests.training_support import peaked, trainer_for, word_tokenizer, words
+from tests.support.closeness import assert_close
+from tests.support.models import oracle_draft, random_draft, tiny_target
+from tests.support.training import peaked, trainer_for, word_tokenizer, words
 
 
 TEXTS = [words(10 + i, 20 + 3 * i, 40 + i) for i in range(3)]

@@ -10,9 +10,9 @@ from transformers.generation import GenerationMixin
 from transformers.utils import logging as library_logging
 
 from dspark_hf import collect_rounds, integration
-from tests.eagle3_support import oracle_eagle3, random_eagle3
-from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target
-from tests.integration.support import captured_log
+from tests.support.eagle3 import oracle_eagle3, random_eagle3
+from tests.support.models import oracle_draft, random_draft, random_prompt, tiny_target
+from tests.support.scripted import captured_log
 
 
 NUM_NEW = 24

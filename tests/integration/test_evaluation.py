@@ -26,9 +26,9 @@ from dspark_hf.evaluation.evaluate import RUNS_FILE, evaluate, num_answers, sett
 from dspark_hf.evaluation.record import Observer
 from dspark_hf.evaluation.summary import summarize_runs
 from dspark_hf.evaluation.tasks import load_tasks
-from tests.eagle3_support import oracle_eagle3
-from tests.helpers import MASK_TOKEN_ID, VOCAB_SIZE, oracle_draft, random_draft, spread_confidence, tiny_target
-from tests.integration.support import letter_tokenizer, lively_target
+from tests.support.eagle3 import oracle_eagle3
+from tests.support.models import MASK_TOKEN_ID, VOCAB_SIZE, oracle_draft, random_draft, spread_confidence, tiny_target
+from tests.support.scripted import letter_tokenizer, lively_target
 
 
 NUM_NEW = 16

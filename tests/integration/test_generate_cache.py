@@ -8,8 +8,8 @@ from transformers.cache_utils import Cache, QuantizedLayer
 
 import dspark_hf
 from dspark_hf._compat import CACHE_KEY
-from tests.helpers import random_prompt
-from tests.integration.support import (
+from tests.support.models import random_prompt
+from tests.support.scripted import (
     STATIC_CACHE_CAN_CROP,
     ForwardCounter,
     StreamerSpy,

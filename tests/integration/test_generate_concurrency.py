@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 import dspark_hf
-from tests.helpers import oracle_draft, random_prompt, tiny_target
-from tests.integration.support import lively_target, num_accepted, text_of
+from tests.support.models import oracle_draft, random_prompt, tiny_target
+from tests.support.scripted import lively_target, num_accepted, text_of
 
 
 NUM_NEW = 24

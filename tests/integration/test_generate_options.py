@@ -6,9 +6,9 @@ import torch
 from transformers import GenerationConfig
 
 import dspark_hf
-from tests.closeness import assert_close
-from tests.helpers import random_prompt
-from tests.integration.support import (
+from tests.support.closeness import assert_close
+from tests.support.models import random_prompt
+from tests.support.scripted import (
     captured_log,
     expected_accepted,
     lively_target,

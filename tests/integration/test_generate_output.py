@@ -7,9 +7,9 @@ from transformers import GenerationConfig
 
 import dspark_hf
 from dspark_hf._compat import CACHE_KEY
-from tests.closeness import assert_close
-from tests.helpers import random_prompt
-from tests.integration.support import (
+from tests.support.closeness import assert_close
+from tests.support.models import random_prompt
+from tests.support.scripted import (
     ForwardCounter,
     assert_same_cache,
     captured_log,

@@ -6,8 +6,8 @@ import torch
 from transformers import AutoConfig, AutoModel, pipeline
 
 import dspark_hf
-from tests.helpers import oracle_draft, random_prompt, tiny_target
-from tests.integration.support import letter_tokenizer
+from tests.support.models import oracle_draft, random_prompt, tiny_target
+from tests.support.scripted import letter_tokenizer
 
 
 @pytest.fixture(scope="module")

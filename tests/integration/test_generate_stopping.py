@@ -15,8 +15,8 @@ from transformers import (
 )
 
 import dspark_hf
-from tests.helpers import random_prompt
-from tests.integration.support import (
+from tests.support.models import random_prompt
+from tests.support.scripted import (
     StreamerSpy,
     assert_same_cache,
     letter_tokenizer,

@@ -10,8 +10,8 @@ from transformers import DynamicCache, TextIteratorStreamer, TextStreamer
 
 from dspark_hf import RowStreamer
 from dspark_hf.decoding.stream_end import ended_on_failure
-from tests.helpers import random_draft, random_prompt
-from tests.integration.support import (
+from tests.support.models import random_draft, random_prompt
+from tests.support.scripted import (
     ForwardCounter,
     StreamerSpy,
     letter_tokenizer,

@@ -31,8 +31,8 @@ from transformers.utils import logging as library_logging
 
 import dspark_hf
 from dspark_hf.integration import register_auto_classes
-from tests.helpers import oracle_draft, random_prompt, tiny_target
-from tests.integration.support import StreamerSpy, captured_log, letter_tokenizer, lively_target, with_cache
+from tests.support.models import oracle_draft, random_prompt, tiny_target
+from tests.support.scripted import StreamerSpy, captured_log, letter_tokenizer, lively_target, with_cache
 
 
 PATCHED = ("generate", "_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")

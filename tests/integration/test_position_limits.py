@@ -10,9 +10,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from dspark_hf import collect_rounds
 from dspark_hf.drafts.position_limits import PositionLimits, position_limits
-from tests.eagle3_support import oracle_eagle3
-from tests.helpers import oracle_draft, random_prompt
-from tests.integration.support import scripted_draft
+from tests.support.eagle3 import oracle_eagle3
+from tests.support.models import oracle_draft, random_prompt
+from tests.support.scripted import scripted_draft
 
 
 SIZES = {

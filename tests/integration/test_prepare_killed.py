@@ -12,8 +12,8 @@ import torch
 
 from dspark_hf.training.answer_engine import SamplingSettings
 from dspark_hf.training.answers import PrepareSettings, PromptRow, write_answers
-from tests.helpers import tiny_target
-from tests.training_support import word_tokenizer, words
+from tests.support.models import tiny_target
+from tests.support.training import word_tokenizer, words
 
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ from dspark_hf import DSparkDraftModel
 from dspark_hf.profiling import RoundTimeProfile, measure_profile, profile_for, profile_path
 from dspark_hf.profiling import profile as profiling
 from dspark_hf.profiling.profile import FILE_NAME, SWITCH
-from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target
-from tests.integration.support import ForwardCounter, captured_log
+from tests.support.models import oracle_draft, random_draft, random_prompt, tiny_target
+from tests.support.scripted import ForwardCounter, captured_log
 
 
 PASSES = 1 + 3 * 5  # prefill, then warm-up and two repeats over 1 to 5 tokens

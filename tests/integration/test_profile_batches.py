@@ -16,7 +16,7 @@ from dspark_hf.profiling import profile as profiling
 from dspark_hf.profiling import profile_for, profile_path, timed_rounds
 from dspark_hf.profiling.measure import batch_points, measure_curves
 from dspark_hf.profiling.profile import SWITCH
-from tests.helpers import (
+from tests.support.models import (
     character_tokenizer,
     oracle_draft,
     random_draft,
@@ -24,7 +24,7 @@ from tests.helpers import (
     spread_confidence,
     tiny_target,
 )
-from tests.integration.support import ForwardCounter
+from tests.support.scripted import ForwardCounter
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from dspark_hf.drafts.target_probe import _FINDINGS
 from dspark_hf.profiling import profile as profiling
 from dspark_hf.profiling import profile_for, profile_path, timed_rounds
 from dspark_hf.profiling.profile import FILE_NAME, SWITCH
-from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target
-from tests.integration.support import captured_log
+from tests.support.models import oracle_draft, random_draft, random_prompt, tiny_target
+from tests.support.scripted import captured_log
 
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40}

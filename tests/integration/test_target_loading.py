@@ -16,10 +16,10 @@ from dspark_hf import DSparkDraftModel
 from dspark_hf.cli import app
 from dspark_hf.common.model_sources import looks_like_path
 from dspark_hf.drafts.target_loading import find_target, load_target_model
-from tests.helpers import VOCAB_SIZE, random_draft, tiny_target
-from tests.integration.support import captured_log
 from tests.integration.test_targets_multimodal import image_text_target
-from tests.training_support import word_tokenizer, words
+from tests.support.models import VOCAB_SIZE, random_draft, tiny_target
+from tests.support.scripted import captured_log
+from tests.support.training import word_tokenizer, words
 
 
 TEXT = words(10, 11, 12)

@@ -12,8 +12,8 @@ from transformers import GenerationConfig, PreTrainedModel, Qwen3ForCausalLM
 from dspark_hf import DSparkDraftModel
 from dspark_hf._compat import CACHE_KEY
 from dspark_hf.drafts.target_probe import Closeness
-from tests.helpers import random_draft, random_prompt, tiny_target
-from tests.integration.support import ForwardCounter, StreamerSpy, draft_config_for, lively_target, scripted_draft
+from tests.support.models import random_draft, random_prompt, tiny_target
+from tests.support.scripted import ForwardCounter, StreamerSpy, draft_config_for, lively_target, scripted_draft
 
 
 SIZES = {

@@ -8,9 +8,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import output_capturing
 
 import dspark_hf
-from tests.closeness import assert_close, assert_differs
-from tests.helpers import random_prompt
-from tests.integration.support import (
+from tests.support.closeness import assert_close, assert_differs
+from tests.support.models import random_prompt
+from tests.support.scripted import (
     ForwardCounter,
     StreamerSpy,
     draft_config_for,

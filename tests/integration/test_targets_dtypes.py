@@ -6,8 +6,8 @@ import torch
 from transformers import DynamicCache
 
 import dspark_hf
-from tests.helpers import oracle_draft, random_prompt, tiny_target
-from tests.integration.support import (
+from tests.support.models import oracle_draft, random_prompt, tiny_target
+from tests.support.scripted import (
     assert_same_up_to_near_ties,
     expected_accepted,
     lively_target,

@@ -6,8 +6,8 @@ import torch
 from transformers import DynamicCache, GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
 import dspark_hf
-from tests.closeness import assert_close
-from tests.integration.support import (
+from tests.support.closeness import assert_close
+from tests.support.scripted import (
     assert_same_cache,
     draft_config_for,
     expected_accepted,

@@ -7,8 +7,8 @@ from accelerate import cpu_offload
 from transformers import GenerationConfig
 
 import dspark_hf
-from tests.helpers import random_prompt
-from tests.integration.support import expected_accepted, lively_target, num_accepted, scripted_draft
+from tests.support.models import random_prompt
+from tests.support.scripted import expected_accepted, lively_target, num_accepted, scripted_draft
 
 
 NUM_NEW = 18

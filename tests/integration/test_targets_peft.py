@@ -6,9 +6,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 import dspark_hf
-from tests.closeness import assert_close
-from tests.helpers import random_prompt
-from tests.integration.support import expected_accepted, lively_target, num_accepted, scripted_draft
+from tests.support.closeness import assert_close
+from tests.support.models import random_prompt
+from tests.support.scripted import expected_accepted, lively_target, num_accepted, scripted_draft
 
 
 NUM_NEW = 18

@@ -6,9 +6,9 @@ import torch
 from transformers import BitsAndBytesConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import dspark_hf
-from tests.closeness import assert_close
-from tests.helpers import random_prompt
-from tests.integration.support import (
+from tests.support.closeness import assert_close
+from tests.support.models import random_prompt
+from tests.support.scripted import (
     assert_same_up_to_near_ties,
     draft_config_for,
     num_accepted,

@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 
 import dspark_hf
 from dspark_hf.profiling import profile
-from tests.helpers import random_prompt
-from tests.integration.support import ScriptedDraft, StreamerSpy, draft_config_for
-from tests.integration.tiny_targets import IMAGE_TEXT, PROMPT, VARIANTS, build, model_types
+from tests.support.models import random_prompt
+from tests.support.scripted import ScriptedDraft, StreamerSpy, draft_config_for
+from tests.support.tiny_targets import IMAGE_TEXT, PROMPT, VARIANTS, build, model_types
 
 
 NUM_NEW, NUM_NEW_PROFILED = 24, 40  # texts of 32 more tokens or longer have round times measured for them

@@ -11,9 +11,9 @@ from dspark_hf.cli import app, calibrate, compare
 from dspark_hf.common.thinking import choose_thinking, has_thinking_switch, thinks_by_default, with_thinking
 from dspark_hf.demo.session import Pair, Session
 from dspark_hf.demo.settings import Limits, RunSettings
-from tests.helpers import oracle_draft, random_draft, tiny_target
-from tests.integration.support import captured_log
-from tests.training_support import word_tokenizer, words
+from tests.support.models import oracle_draft, random_draft, tiny_target
+from tests.support.scripted import captured_log
+from tests.support.training import word_tokenizer, words
 
 
 TEXT = words(10, 11)

@@ -16,9 +16,9 @@ from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
 from dspark_hf.training.dataset import SequenceDataset
 from dspark_hf.training.feature_cache import FeatureCache
 from dspark_hf.training.warm_start import copy_target_head
-from tests.closeness import TRAINED, assert_close
-from tests.helpers import random_draft, tiny_target
-from tests.training_support import StopAt, greedy_sequences, losses, peaked, trainer_for
+from tests.support.closeness import TRAINED, assert_close
+from tests.support.models import random_draft, tiny_target
+from tests.support.training import StopAt, greedy_sequences, losses, peaked, trainer_for
 
 
 BLOCK = 4  # of the drafts here
@@ -151,7 +151,7 @@ class EpochSpy(DSparkTrainer):
 @pytest.mark.parametrize("stop_at", [None, 2, 3, 4, 6])
 def test_epoch_of_a_batch_is_the_one_it_is_in(tmp_path, target, sequences, stop_at, monkeypatch):
     """7 batches an epoch in steps of 3 batches: 3, 3 and 1. Also after a resume, at a border (3, 6) and inside."""
-    monkeypatch.setattr("tests.training_support.DSparkTrainer", EpochSpy)
+    monkeypatch.setattr("tests.support.training.DSparkTrainer", EpochSpy)
 
     def trainer():
         return trainer_for(

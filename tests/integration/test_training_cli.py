@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from dspark_hf import DSparkDraftModel
 from dspark_hf.cli import app
 from dspark_hf.default_pair import ensure_default_target
-from tests.helpers import rewrite
 from tests.integration.test_training_resume import target_without_mask
-from tests.server_support import good, serving
-from tests.training_support import word_tokenizer, words
+from tests.support.models import rewrite
+from tests.support.server import good, serving
+from tests.support.training import word_tokenizer, words
 
 
 TRAIN = ["--report_to", "none", "--use_cpu", "--disable_tqdm", "true", "--save_strategy", "no", "--num_anchors", "6"]

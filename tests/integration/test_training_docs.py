@@ -15,7 +15,7 @@ from dspark_hf.training.answer_engine import SamplingSettings
 from dspark_hf.training.answers import write_answers, write_answers_from_server
 from dspark_hf.training.run import DataArguments, DraftArguments
 from tests.integration.test_training_resume import target_without_mask
-from tests.training_support import greedy_sequences, trainer_for
+from tests.support.training import greedy_sequences, trainer_for
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")

@@ -9,9 +9,9 @@ import torch
 from dspark_hf import DSparkDraftModel
 from dspark_hf.training.run import DraftArguments, new_draft
 from dspark_hf.training.warm_start import reduce_vocabulary
-from tests.closeness import assert_close
-from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target, uncached_block
-from tests.training_support import greedy_sequences, word_tokenizer
+from tests.support.closeness import assert_close
+from tests.support.models import oracle_draft, random_draft, random_prompt, tiny_target, uncached_block
+from tests.support.training import greedy_sequences, word_tokenizer
 
 
 KEPT = [2, 3, 5, 8, 13, 21, 34, 55, 89]

@@ -12,8 +12,8 @@ from transformers import TrainerCallback
 from dspark_hf import DSparkDraftModel
 from dspark_hf.training.checks import last_checkpoint
 from dspark_hf.training.dataset import SequenceDataset, TrainingSequence
-from tests.helpers import random_draft, rewrite, tiny_target
-from tests.training_support import greedy_sequences, losses, trainer_for
+from tests.support.models import random_draft, rewrite, tiny_target
+from tests.support.training import greedy_sequences, losses, trainer_for
 
 
 @pytest.fixture(scope="module")

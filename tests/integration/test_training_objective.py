@@ -18,9 +18,9 @@ from dspark_hf.training.blocks import label_blocks
 from dspark_hf.training.dataset import SequenceDataset, TargetFeatures, TrainingSequence, collate, target_features
 from dspark_hf.training.objective import BlockObjective, draft_blocks
 from dspark_hf.training.trainer import EpochLengthSampler
-from tests.closeness import assert_close
-from tests.helpers import random_draft, random_prompt, tiny_config, tiny_target
-from tests.training_support import trainer_for
+from tests.support.closeness import assert_close
+from tests.support.models import random_draft, random_prompt, tiny_config, tiny_target
+from tests.support.training import trainer_for
 
 
 class PassThrough(torch.nn.Module):

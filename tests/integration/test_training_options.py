@@ -6,8 +6,8 @@ from huggingface_hub import constants as hub_constants
 
 from dspark_hf.training import DSparkTrainingArguments
 from dspark_hf.training.run import DataArguments, DraftArguments, train_draft
-from tests.helpers import random_draft, tiny_target
-from tests.training_support import greedy_sequences, losses, trainer_for, word_tokenizer
+from tests.support.models import random_draft, tiny_target
+from tests.support.training import greedy_sequences, losses, trainer_for, word_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from dspark_hf.training import DSparkTrainingArguments
 from dspark_hf.training.dataset import SequenceDataset, TrainingSequence
 from dspark_hf.training.run import DataArguments, DraftArguments, train_draft
-from tests.closeness import TRAINED, assert_close
-from tests.helpers import random_draft, random_prompt
 from tests.integration.test_training_resume import DRAFT, target_without_mask
-from tests.training_support import greedy_sequences, losses, trainer_for, word_tokenizer
+from tests.support.closeness import TRAINED, assert_close
+from tests.support.models import random_draft, random_prompt
+from tests.support.training import greedy_sequences, losses, trainer_for, word_tokenizer
 
 
 ROOT = Path(__file__).parents[2]

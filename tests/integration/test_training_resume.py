@@ -18,10 +18,10 @@ from dspark_hf import DSparkDraftModel
 from dspark_hf.training import DSparkTrainingArguments
 from dspark_hf.training import run as module
 from dspark_hf.training.run import DataArguments, DraftArguments, new_draft, read_sequences, train_draft
-from tests.closeness import TRAINED, assert_close
-from tests.helpers import tiny_target
-from tests.integration.support import captured_log
-from tests.training_support import greedy_sequences, word_tokenizer
+from tests.support.closeness import TRAINED, assert_close
+from tests.support.models import tiny_target
+from tests.support.scripted import captured_log
+from tests.support.training import greedy_sequences, word_tokenizer
 
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dspark_hf.cli import app
-from tests.helpers import random_draft, tiny_target
-from tests.training_support import word_tokenizer, words
+from tests.support.models import random_draft, tiny_target
+from tests.support.training import word_tokenizer, words
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 import dspark_hf
 from dspark_hf.scheduling import ThresholdScheduler
-from tests.helpers import random_draft, random_prompt, tiny_config, tiny_target
-from tests.integration.support import (
+from tests.support.models import random_draft, random_prompt, tiny_config, tiny_target
+from tests.support.scripted import (
     STATIC_CACHE_CAN_CROP,
     ForwardCounter,
     StreamerSpy,

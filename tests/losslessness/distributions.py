@@ -11,7 +11,7 @@ from scipy import stats
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from dspark_hf import DSparkDraftModel
-from tests.helpers import oracle_draft
+from tests.support.models import oracle_draft
 
 
 VOCAB_SIZE = 12

@@ -12,8 +12,8 @@ from transformers import LogitsProcessorList
 
 from dspark_hf import SPSCurve, collect_rounds, generate_many
 from dspark_hf.decoding import criterion
-from tests.helpers import TARGET_KINDS, oracle_draft, random_prompt, spread_confidence, tiny_target
 from tests.losslessness.distributions import ALPHA, chi_square_p_value, exact_texts, sampling_pair
+from tests.support.models import TARGET_KINDS, oracle_draft, random_prompt, spread_confidence, tiny_target
 
 
 SCHEDULES = ("constant", "confidence", "capacity", "lookahead", "hardware")

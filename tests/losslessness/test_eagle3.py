@@ -29,9 +29,6 @@ from transformers.generation import GenerationMixin
 from dspark_hf import DraftProposal, collect_rounds, integration
 from dspark_hf.decoding import drawing
 from dspark_hf.decoding.eagle3_drafter import Eagle3CandidateGenerator
-from tests.closeness import SAFE_LEAD, assert_close
-from tests.eagle3_support import oracle_eagle3, random_eagle3, uncached_chain
-from tests.helpers import random_prompt, tiny_target
 from tests.losslessness import test_greedy_exact as greedy
 from tests.losslessness.distributions import (
     ALPHA,
@@ -41,6 +38,9 @@ from tests.losslessness.distributions import (
     sampling_pair,
     transition_p_value,
 )
+from tests.support.closeness import SAFE_LEAD, assert_close
+from tests.support.eagle3 import oracle_eagle3, random_eagle3, uncached_chain
+from tests.support.models import random_prompt, tiny_target
 
 
 KINDS = ("qwen3", "qwen3_sliding", "llama", "mistral", "gemma3")

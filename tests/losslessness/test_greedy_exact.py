@@ -29,8 +29,8 @@ from transformers import (
 
 from dspark_hf import AcceptanceStats, collect_rounds
 from dspark_hf._compat import CACHE_KEY
-from tests.closeness import SAFE_LEAD, LeadRecorder, is_close, tolerance_of
-from tests.helpers import (
+from tests.support.closeness import SAFE_LEAD, LeadRecorder, is_close, tolerance_of
+from tests.support.models import (
     TARGET_KINDS,
     VOCAB_SIZE,
     character_tokenizer,

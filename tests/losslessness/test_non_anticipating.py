@@ -24,8 +24,8 @@ from dspark_hf.scheduling import (
     SPSCurve,
     ThresholdScheduler,
 )
-from tests.closeness import assert_close
-from tests.helpers import oracle_draft, random_prompt, tiny_target
+from tests.support.closeness import assert_close
+from tests.support.models import oracle_draft, random_prompt, tiny_target
 
 
 SPS = (1.0, 0.5, 0.45)  # target steps per second with 1, 2 and 3 tokens

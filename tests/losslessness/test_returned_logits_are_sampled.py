@@ -21,9 +21,16 @@ from transformers.generation import (
 
 from dspark_hf import DSparkCandidateGenerator, collect_rounds, integration
 from dspark_hf.decoding import drawing
-from tests.closeness import assert_close
-from tests.helpers import oracle_draft, random_draft, random_prompt, spread_confidence, tiny_target, uncached_block
 from tests.losslessness.distributions import ALPHA, VOCAB_SIZE, sampling_pair, transition_p_value
+from tests.support.closeness import assert_close
+from tests.support.models import (
+    oracle_draft,
+    random_draft,
+    random_prompt,
+    spread_confidence,
+    tiny_target,
+    uncached_block,
+)
 
 
 DRAFTS = {

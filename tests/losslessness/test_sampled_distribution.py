@@ -29,7 +29,6 @@ from transformers.generation import MinPLogitsWarper
 from dspark_hf import DSparkCandidateGenerator, collect_rounds
 from dspark_hf.decoding.drafter import DraftProposal
 from dspark_hf.decoding.verification import accept_drafts, select_bonus, verify_block
-from tests.helpers import spread_confidence
 from tests.losslessness.distributions import (
     ALPHA,
     VOCAB_SIZE,
@@ -38,6 +37,7 @@ from tests.losslessness.distributions import (
     sampling_pair,
     transition_p_value,
 )
+from tests.support.models import spread_confidence
 
 
 PROMPT = torch.tensor([[3, 4]])

@@ -30,8 +30,8 @@ from dspark_hf.scheduling import (
     ThresholdScheduler,
     mean_survival,
 )
-from tests.closeness import assert_close
 from tests.losslessness.test_non_anticipating import CONFIDENCE, SPS, first_token
+from tests.support.closeness import assert_close
 
 
 CAUSAL: dict[str, Callable[[], Scheduler]] = {

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from dspark_hf import DSparkCandidateGenerator, DSparkDraftModel, collect_rounds
-from tests.closeness import assert_close
-from tests.helpers import uncached_block
+from tests.support.closeness import assert_close
+from tests.support.models import uncached_block
 
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"

@@ -86,8 +86,8 @@ def record(case: str, folder: Path) -> float:
     """Write one case into `folder`; returns how far the package's numbers are from ours, in units of rounding."""
     from dspark_hf import DSparkDraftModel
     from dspark_hf.export.convert import convert_draft
-    from tests.closeness import tolerance_of
-    from tests.helpers import random_draft, random_prompt, spread_confidence, tiny_target, uncached_block
+    from tests.support.closeness import tolerance_of
+    from tests.support.models import random_draft, random_prompt, spread_confidence, tiny_target, uncached_block
 
     target = tiny_target("qwen3", context_scale=1.0)
     target.save_pretrained(folder / "target")
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
-    from tests.closeness import ROUNDING
+    from tests.support.closeness import ROUNDING
 
     worst = 0.0
     for case in CASES:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.closeness import assert_close, assert_differs
-from tests.helpers import uncached_block
 from tests.parity.golden import GOLDEN, check_block, check_cached_rounds, check_decoding, load_pair
+from tests.support.closeness import assert_close, assert_differs
+from tests.support.models import uncached_block
 
 
 QWEN3 = ("qwen3_vanilla", "qwen3_gated", "qwen3_rnn", "qwen3_dflash")

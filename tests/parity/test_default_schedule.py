@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from dspark_hf import DSparkConfig, DSparkDraftModel, Eagle3DraftModel, collect_rounds
 from dspark_hf.profiling import profile, profile_for
 from dspark_hf.profiling.profile import SWITCH
-from tests.helpers import random_prompt
 from tests.parity.golden import GOLDEN
+from tests.support.models import random_prompt
 
 
 MODELS = sorted(path.parent for path in GOLDEN.rglob("model.safetensors"))

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from dspark_hf import collect_rounds
 from dspark_hf.decoding.eagle3_drafter import Eagle3CandidateGenerator
 from dspark_hf.drafts.modeling_eagle3 import Eagle3DraftModel
-from tests.closeness import assert_close
-from tests.eagle3_support import uncached_chain
 from tests.parity.golden import GOLDEN, check_decoding
+from tests.support.closeness import assert_close
+from tests.support.eagle3 import uncached_chain
 
 
 FOLDER = GOLDEN / "eagle3_qwen3"

@@ -6,11 +6,11 @@ import json
 import pytest
 import torch
 
-from tests.closeness import SAFE_LEAD, smallest_lead
-from tests.eagle3_support import uncached_chain
-from tests.helpers import uncached_block
 from tests.parity import test_eagle3
 from tests.parity.golden import GOLDEN, check_block, load_pair
+from tests.support.closeness import SAFE_LEAD, smallest_lead
+from tests.support.eagle3 import uncached_chain
+from tests.support.models import uncached_block
 
 
 EAGLE3 = str(test_eagle3.FOLDER.relative_to(GOLDEN))

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.export.convert import convert_draft
-from tests.closeness import assert_close, assert_differs
-from tests.helpers import uncached_block
 from tests.parity.golden import GOLDEN
 from tests.parity.speculators_package import ANCHOR, CASES
+from tests.support.closeness import assert_close, assert_differs
+from tests.support.models import uncached_block
 
 
 FOLDER = GOLDEN / "speculators_package"

@@ -12,8 +12,8 @@ from dspark_hf.training.blocks import label_blocks
 from dspark_hf.training.dataset import TargetFeatures, target_features
 from dspark_hf.training.losses import LossWeights
 from dspark_hf.training.objective import BlockObjective, draft_blocks
-from tests.closeness import TRAINED, assert_close
 from tests.parity.golden import GOLDEN, load_pair
+from tests.support.closeness import TRAINED, assert_close
 
 
 NAMES = ("qwen3_vanilla", "qwen3_gated", "qwen3_rnn", "qwen3_dflash", "gemma4_vanilla", "gemma4_mix")

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from dspark_hf import DSparkDraftModel
-from tests.closeness import assert_close
-from tests.helpers import uncached_block
 from tests.parity.golden import GOLDEN, check_block, check_cached_rounds, check_decoding, load_pair
+from tests.support.closeness import assert_close
+from tests.support.models import uncached_block
 
 
 FOLDER = GOLDEN / "zlab_dflash"

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from tests.closeness import LeadRecorder, assert_close, assert_differs, is_close, smallest_lead
+from tests.support.closeness import LeadRecorder, assert_close, assert_differs, is_close, smallest_lead
 
 
 EPS = 2.0**-23  # fp32: 1 + EPS is the next number after 1

@@ -10,7 +10,7 @@ from transformers.generation import GenerationMixin
 
 import dspark_hf
 from dspark_hf import integration
-from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target
+from tests.support.models import oracle_draft, random_draft, random_prompt, tiny_target
 
 
 METHODS = ("generate", "_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")

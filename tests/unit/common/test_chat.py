@@ -5,7 +5,7 @@ import pytest
 
 from dspark_hf.common.chat import template_hash, template_text
 from dspark_hf.common.chat_tokens import encode_conversation, encode_messages, end_token_ids, user_turn
-from tests.chat_support import (
+from tests.support.chat import (
     BRACKETS,
     CALL,
     CLOSED,
@@ -31,8 +31,8 @@ from tests.chat_support import (
     tool_result,
     user,
 )
-from tests.helpers import tiny_target
-from tests.training_support import word_tokenizer
+from tests.support.models import tiny_target
+from tests.support.training import word_tokenizer
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}

@@ -4,7 +4,7 @@
 import pytest
 
 from dspark_hf.common.conversations import check_prompt, read_messages, read_tools
-from tests.chat_support import CALL, TOOL, assistant, tool_result, user
+from tests.support.chat import CALL, TOOL, assistant, tool_result, user
 
 
 def test_turns_keep_what_templates_read():

@@ -7,7 +7,7 @@ import pytest
 
 from dspark_hf.common.jsonl import read_json_array, read_json_lines, read_lines
 from dspark_hf.common.prompts import read_prompts
-from tests.integration.support import captured_log
+from tests.support.scripted import captured_log
 
 
 @pytest.fixture

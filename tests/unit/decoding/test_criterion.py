@@ -11,7 +11,7 @@ from dspark_hf import AdaptiveConfidenceCriteria, RoundRecord, collect_rounds
 from dspark_hf._compat import LIBRARY_DEFAULTS
 from dspark_hf.decoding.criterion import DraftingOptions, resolve_options
 from dspark_hf.scheduling import LookaheadScheduler, SearchScheduler, SPSCurve
-from tests.helpers import oracle_draft, random_prompt, tiny_config, tiny_target
+from tests.support.models import oracle_draft, random_prompt, tiny_config, tiny_target
 
 
 def resolve(draft=None, call=None, **config):

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from dspark_hf import DraftProposal, DSparkCandidateGenerator, RoundRecord
 from dspark_hf.scheduling import LookaheadScheduler, SearchScheduler, SPSCurve, ThresholdScheduler
-from tests.closeness import assert_close, assert_differs
-from tests.helpers import oracle_draft, random_draft, random_prompt, tiny_target, uncached_block
+from tests.support.closeness import assert_close, assert_differs
+from tests.support.models import oracle_draft, random_draft, random_prompt, tiny_target, uncached_block
 
 
 def build(target, draft, **config):

@@ -12,9 +12,9 @@ import dspark_hf
 from dspark_hf import collect_rounds, generate_many
 from dspark_hf._compat import CACHE_KEY, LIBRARY_DEFAULTS
 from dspark_hf.decoding.eagle3_drafter import Eagle3CandidateGenerator, resolve_num_drafts
-from tests.closeness import assert_close, assert_differs
-from tests.eagle3_support import oracle_eagle3, random_eagle3, tiny_eagle3_config, uncached_chain
-from tests.helpers import random_prompt, tiny_target
+from tests.support.closeness import assert_close, assert_differs
+from tests.support.eagle3 import oracle_eagle3, random_eagle3, tiny_eagle3_config, uncached_chain
+from tests.support.models import random_prompt, tiny_target
 
 
 BIGRAM = 0.003  # how little else than the last token counts in a target that the oracle knows

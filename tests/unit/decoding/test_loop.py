@@ -10,7 +10,7 @@ from transformers.utils import logging as library_logging
 
 from dspark_hf import collect_rounds
 from dspark_hf.decoding.hopeless import HOPELESS_ROUNDS
-from tests.helpers import character_tokenizer, oracle_draft, random_draft, random_prompt, tiny_target
+from tests.support.models import character_tokenizer, oracle_draft, random_draft, random_prompt, tiny_target
 
 
 class RecordingProcessor(LogitsProcessor):

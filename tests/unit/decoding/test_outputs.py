@@ -7,8 +7,8 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from dspark_hf import AcceptanceStats, DSparkGenerateOutput
 from dspark_hf._compat import CACHE_KEY
-from tests.closeness import assert_close, assert_differs
-from tests.helpers import TARGET_KINDS, oracle_draft, random_prompt, tiny_target
+from tests.support.closeness import assert_close, assert_differs
+from tests.support.models import TARGET_KINDS, oracle_draft, random_prompt, tiny_target
 
 
 FIELDS = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")

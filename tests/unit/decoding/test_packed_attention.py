@@ -19,8 +19,8 @@ from dspark_hf.decoding.packed_attention import (
     packed_attention,
     packed_pass,
 )
-from tests.closeness import assert_close, assert_differs
-from tests.helpers import random_prompt, tiny_target
+from tests.support.closeness import assert_close, assert_differs
+from tests.support.models import random_prompt, tiny_target
 
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PrefixConstrained
 from transformers.generation import logits_process
 
 from dspark_hf.decoding.processors import are_rowwise, mirrored
-from tests.helpers import tiny_target
+from tests.support.models import tiny_target
 
 
 class Custom(LogitsProcessor):

@@ -15,7 +15,7 @@ from dspark_hf.decoding.verification import (
     select_token,
     verify_block,
 )
-from tests.closeness import assert_close
+from tests.support.closeness import assert_close
 
 
 INF = float("inf")

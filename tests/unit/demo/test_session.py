@@ -12,8 +12,8 @@ from dspark_hf import AcceptanceStats
 from dspark_hf.demo.records import CORRECTION
 from dspark_hf.demo.session import Pair, Session
 from dspark_hf.demo.settings import Limits, RunSettings
-from tests.helpers import oracle_draft, spread_confidence, tiny_target
-from tests.integration.support import letter_tokenizer, text_of
+from tests.support.models import oracle_draft, spread_confidence, tiny_target
+from tests.support.scripted import letter_tokenizer, text_of
 
 
 PROMPT = "What is this?"

@@ -30,8 +30,8 @@ from dspark_hf.doctor.speedup import (
 from dspark_hf.doctor.weight_checks import check_weights, looks_fresh, rows_distance
 from dspark_hf.evaluation.compare import Generation, PromptComparison
 from dspark_hf.scheduling import SPSCurve
-from tests.helpers import oracle_draft, random_draft, tiny_target
-from tests.training_support import TEMPLATE, word_tokenizer
+from tests.support.models import oracle_draft, random_draft, tiny_target
+from tests.support.training import TEMPLATE, word_tokenizer
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dspark_hf.drafts.attention import eager_attention, folded_attention, folded_mask
-from tests.closeness import assert_close
+from tests.support.closeness import assert_close
 
 
 def attend_by_hand(query, key, value, visible, scaling):

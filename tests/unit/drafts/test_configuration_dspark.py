@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from dspark_hf import DSparkConfig
 from dspark_hf.drafts.configuration_dspark import spread_layer_ids
 from dspark_hf.drafts.target_binding import bind
-from tests.helpers import MASK_TOKEN_ID, TARGET_KINDS, VOCAB_SIZE, tiny_config, tiny_target
+from tests.support.models import MASK_TOKEN_ID, TARGET_KINDS, VOCAB_SIZE, tiny_config, tiny_target
 
 
 def test_defaults_are_derived():

@@ -16,9 +16,9 @@ from dspark_hf.drafts import target_binding
 from dspark_hf.drafts.configuration_eagle3 import Eagle3Config, convert_config, read_config
 from dspark_hf.drafts.formats import is_dspark
 from dspark_hf.drafts.modeling_eagle3 import Eagle3DraftModel
-from tests.closeness import assert_close, assert_differs
-from tests.eagle3_support import oracle_eagle3, random_eagle3, tiny_eagle3_config
-from tests.helpers import VOCAB_SIZE, oracle_draft, random_draft, random_prompt, rewrite, tiny_target
+from tests.support.closeness import assert_close, assert_differs
+from tests.support.eagle3 import oracle_eagle3, random_eagle3, tiny_eagle3_config
+from tests.support.models import VOCAB_SIZE, oracle_draft, random_draft, random_prompt, rewrite, tiny_target
 
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from dspark_hf import DSparkDraftModel
 from dspark_hf.drafts import target_binding
 from dspark_hf.drafts.formats import convert_config, hub_arguments, read_config, read_embedding_sample
-from tests.helpers import random_draft, rewrite
+from tests.support.models import random_draft, rewrite
 
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden"

@@ -14,9 +14,9 @@ from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
 
 from dspark_hf import DSparkConfig, DSparkDraftModel
 from dspark_hf.drafts.formats import OPEN_FIELDS, convert_config
-from tests.closeness import assert_close, assert_differs
-from tests.helpers import random_draft, tiny_config
-from tests.integration.support import captured_log
+from tests.support.closeness import assert_close, assert_differs
+from tests.support.models import random_draft, tiny_config
+from tests.support.scripted import captured_log
 
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden"

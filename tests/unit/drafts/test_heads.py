@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dspark_hf.drafts.heads import ConfidenceHead, GatedMarkovHead, MarkovHead, RNNHead, build_sequential_head
-from tests.closeness import assert_close
-from tests.helpers import tiny_config
+from tests.support.closeness import assert_close
+from tests.support.models import tiny_config
 
 
 SIZES = {"vocab_size": 3, "hidden_size": 1, "head_dim": 2, "mask_token_id": 2}

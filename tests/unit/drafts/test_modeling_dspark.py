@@ -12,8 +12,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from dspark_hf import DSparkConfig, DSparkDraftModel
 from dspark_hf.drafts.draft_cache import DraftCache
 from dspark_hf.drafts.modeling_dspark import DSparkAttention, apply_rope
-from tests.closeness import assert_close, assert_differs, tolerance_of
-from tests.helpers import oracle_draft, random_draft, tiny_config, tiny_target
+from tests.support.closeness import assert_close, assert_differs, tolerance_of
+from tests.support.models import oracle_draft, random_draft, tiny_config, tiny_target
 
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}

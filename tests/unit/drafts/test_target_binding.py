@@ -20,8 +20,8 @@ from transformers import (
 
 from dspark_hf.drafts import target_binding
 from dspark_hf.drafts.target_binding import TargetBinding, bind
-from tests.closeness import assert_close, assert_differs
-from tests.helpers import TARGET_KINDS, oracle_draft, random_draft, tiny_config, tiny_target
+from tests.support.closeness import assert_close, assert_differs
+from tests.support.models import TARGET_KINDS, oracle_draft, random_draft, tiny_config, tiny_target
 
 
 SIZES = {

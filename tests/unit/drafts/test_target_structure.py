@@ -25,7 +25,7 @@ from dspark_hf.drafts.target_structure import (
 from dspark_hf.profiling.fingerprint import fingerprint
 from dspark_hf.training.answer_engine import RowGenerator, RowRequest, SamplingSettings
 from dspark_hf.training.dataset import target_features
-from tests.helpers import VOCAB_SIZE, random_draft, random_prompt, tiny_target
+from tests.support.models import VOCAB_SIZE, random_draft, random_prompt, tiny_target
 
 
 # Config class, its arguments, and by hand: query heads, heads of keys and values, head width, width of the MLP.

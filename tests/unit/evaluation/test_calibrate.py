@@ -18,8 +18,8 @@ from dspark_hf.evaluation.calibrate import (
 )
 from dspark_hf.scheduling.calibration import acceptance_prior, fit_temperatures
 from dspark_hf.scheduling.observations import ConfidenceObservations
-from tests.closeness import assert_close
-from tests.helpers import character_tokenizer, oracle_draft, spread_confidence, tiny_target
+from tests.support.closeness import assert_close
+from tests.support.models import character_tokenizer, oracle_draft, spread_confidence, tiny_target
 
 
 # Letters are ids 0 to 51, none of which ends a text.

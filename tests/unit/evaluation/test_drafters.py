@@ -14,8 +14,8 @@ from dspark_hf.evaluation.drafters import (
     load_own_draft,
     parse_drafter,
 )
-from tests.eagle3_support import random_eagle3
-from tests.helpers import VOCAB_SIZE, character_tokenizer, random_draft, tiny_target
+from tests.support.eagle3 import random_eagle3
+from tests.support.models import VOCAB_SIZE, character_tokenizer, random_draft, tiny_target
 
 
 @pytest.fixture(scope="module")

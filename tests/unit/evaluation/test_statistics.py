@@ -16,7 +16,7 @@ from dspark_hf.evaluation.statistics import (
     threshold_sweep,
     worst_decile,
 )
-from tests.closeness import assert_close
+from tests.support.closeness import assert_close
 
 
 def record(num_drafts, num_accepted, num_committed=None, confidence=()):

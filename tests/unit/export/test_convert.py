@@ -15,7 +15,7 @@ from dspark_hf.export import convert
 from dspark_hf.export.convert import convert_draft, parse_stated
 from dspark_hf.export.engine_files import cost_table, sps_table, sts_calibration, write_engine_files
 from dspark_hf.scheduling import SPSCurve
-from tests.helpers import random_draft, tiny_config, tiny_target
+from tests.support.models import random_draft, tiny_config, tiny_target
 
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden"

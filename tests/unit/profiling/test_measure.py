@@ -11,10 +11,10 @@ from dspark_hf import DSparkDraftModel
 from dspark_hf._compat import CACHE_KEY
 from dspark_hf.profiling import timed_rounds
 from dspark_hf.profiling.measure import PATIENCE, batch_points, isotonic, measure_curves
-from tests.closeness import assert_close
-from tests.helpers import TARGET_KINDS, oracle_draft, random_draft, random_prompt, tiny_target
 from tests.integration import test_targets_multimodal as multimodal
-from tests.integration.support import ForwardCounter, draft_config_for, lively_target
+from tests.support.closeness import assert_close
+from tests.support.models import TARGET_KINDS, oracle_draft, random_draft, random_prompt, tiny_target
+from tests.support.scripted import ForwardCounter, draft_config_for, lively_target
 
 
 CLIFF = {1: 1.0, 2: 1.25, 3: 1.5, 4: 4.0, 5: 4.25}  # seconds of a pass of B tokens

@@ -16,7 +16,7 @@ from dspark_hf.profiling import profile as profiling
 from dspark_hf.profiling.fingerprint import setup
 from dspark_hf.profiling.measure import MeasuredCurve
 from dspark_hf.scheduling import SPSCurve
-from tests.helpers import random_draft, tiny_target
+from tests.support.models import random_draft, tiny_target
 
 
 @pytest.fixture(autouse=True)

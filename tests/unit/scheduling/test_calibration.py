@@ -17,7 +17,7 @@ from dspark_hf.scheduling.reliability import (
     reliability_table,
     survival_figures,
 )
-from tests.closeness import assert_close
+from tests.support.closeness import assert_close
 
 
 TRUE_TEMPERATURES = (0.5, 2.0, 1.0, 3.0)

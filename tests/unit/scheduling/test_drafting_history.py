@@ -14,7 +14,7 @@ from dspark_hf.scheduling import RoundOutlook, SPSCurve
 from dspark_hf.scheduling.acceptance import AcceptanceHistory
 from dspark_hf.scheduling.gate import DraftingGate, DraftingPause, best_fixed_length
 from dspark_hf.scheduling.live_curve import RoundTimes
-from tests.closeness import assert_close
+from tests.support.closeness import assert_close
 
 
 def record(num_accepted=0, num_drafts=4, confidence=(), verify_s=0.0, draft_s=0.0, drafted=True) -> RoundRecord:

@@ -27,7 +27,7 @@ from dspark_hf.scheduling import (
     prefix_survival,
     token_weights,
 )
-from tests.closeness import assert_close
+from tests.support.closeness import assert_close
 
 
 UNUSED = RoundOutlook(SPSCurve.linear(0.1), ())  # for the two that read no outlook

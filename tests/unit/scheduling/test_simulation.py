@@ -21,7 +21,7 @@ from dspark_hf.scheduling import (
     mean_survival,
 )
 from dspark_hf.scheduling.simulation import LoadReport, full_blocks, simulate_load, sweep
-from tests.closeness import assert_close
+from tests.support.closeness import assert_close
 
 
 POLICIES = {

@@ -9,9 +9,9 @@ from scipy.stats import chisquare
 
 from dspark_hf.training.answer_engine import RowGenerator, RowRequest, SamplingSettings, sample_rows
 from dspark_hf.training.dataset import target_features
-from tests.closeness import assert_close
-from tests.helpers import random_prompt, tiny_target
 from tests.losslessness.distributions import ALPHA
+from tests.support.closeness import assert_close
+from tests.support.models import random_prompt, tiny_target
 
 
 GREEDY = SamplingSettings(max_new_tokens=12, temperature=0)

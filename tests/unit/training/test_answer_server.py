@@ -11,10 +11,10 @@ from dspark_hf.training import answer_server
 from dspark_hf.training.answer_engine import SamplingSettings
 from dspark_hf.training.answers import PrepareSettings, PromptRow, write_answers_from_server
 from dspark_hf.training.dataset import encode_row
-from tests.chat_support import CALL, THINKING, TOOL, TOOLS, assistant, byte_tokenizer, tool_result, user
-from tests.integration.support import captured_log
-from tests.server_support import good, serving
-from tests.training_support import words
+from tests.support.chat import CALL, THINKING, TOOL, TOOLS, assistant, byte_tokenizer, tool_result, user
+from tests.support.scripted import captured_log
+from tests.support.server import good, serving
+from tests.support.training import words
 
 
 SETTINGS = PrepareSettings("tiny", SamplingSettings(max_new_tokens=6, temperature=0))

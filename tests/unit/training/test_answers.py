@@ -11,10 +11,10 @@ from dspark_hf.training.answer_engine import SamplingSettings
 from dspark_hf.training.answers import PrepareSettings, PromptRow, write_answers, write_self_prompts
 from dspark_hf.training.dataset import encode_row
 from dspark_hf.training.left_out import LeftOut
-from tests.chat_support import CALL, TOOL, TOOLS, assistant, byte_tokenizer, tool_result, user
-from tests.helpers import tiny_target
-from tests.integration.support import captured_log
-from tests.training_support import ASSISTANT, EOS, NO_THINKING, TEMPLATE, USER, word_tokenizer, words
+from tests.support.chat import CALL, TOOL, TOOLS, assistant, byte_tokenizer, tool_result, user
+from tests.support.models import tiny_target
+from tests.support.scripted import captured_log
+from tests.support.training import ASSISTANT, EOS, NO_THINKING, TEMPLATE, USER, word_tokenizer, words
 
 
 BOS = 1

@@ -18,10 +18,10 @@ from dspark_hf.training.dataset import (
     target_features,
 )
 from dspark_hf.training.left_out import LeftOut
-from tests.closeness import assert_close
-from tests.helpers import random_prompt, tiny_target
-from tests.integration.support import captured_log
-from tests.training_support import ASSISTANT, EOS, NO_THINKING, TEMPLATE, USER, word_tokenizer, words
+from tests.support.closeness import assert_close
+from tests.support.models import random_prompt, tiny_target
+from tests.support.scripted import captured_log
+from tests.support.training import ASSISTANT, EOS, NO_THINKING, TEMPLATE, USER, word_tokenizer, words
 
 
 BOS = 1

@@ -12,8 +12,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from dspark_hf.training import feature_cache
 from dspark_hf.training.dataset import SequenceDataset, TargetFeatures, TrainingSequence, collate, target_features
 from dspark_hf.training.feature_cache import FeatureCache, cached_features, collate_features, target_fingerprint
-from tests.closeness import assert_close
-from tests.helpers import HIDDEN_SIZE, random_prompt, tiny_target
+from tests.support.closeness import assert_close
+from tests.support.models import HIDDEN_SIZE, random_prompt, tiny_target
 
 
 LAYERS = [0, 2]

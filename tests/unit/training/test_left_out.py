@@ -4,7 +4,7 @@
 import pytest
 
 from dspark_hf.training.left_out import LeftOut
-from tests.integration.support import captured_log
+from tests.support.scripted import captured_log
 
 
 def test_rows_are_named_and_counted():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dspark_hf.training.losses import LossSums, LossWeights, combine, decay_weights, slot_losses
-from tests.closeness import assert_close
+from tests.support.closeness import assert_close
 
 
 def logits_of(*rows):

@@ -12,9 +12,9 @@ from rich.progress import Progress
 from dspark_hf.training import prepare
 from dspark_hf.training.answer_engine import SamplingSettings
 from dspark_hf.training.prepare import PrepareJob
-from tests.helpers import tiny_target
-from tests.integration.support import captured_log
-from tests.training_support import word_tokenizer, words
+from tests.support.models import tiny_target
+from tests.support.scripted import captured_log
+from tests.support.training import word_tokenizer, words
 
 
 GREEDY = SamplingSettings(max_new_tokens=3, temperature=0)

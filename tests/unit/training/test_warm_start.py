@@ -15,8 +15,8 @@ from dspark_hf.training.warm_start import (
     start_from_bigrams,
     start_from_target_layers,
 )
-from tests.closeness import assert_close
-from tests.helpers import HIDDEN_SIZE, VOCAB_SIZE, random_draft, tiny_config, tiny_target
+from tests.support.closeness import assert_close
+from tests.support.models import HIDDEN_SIZE, VOCAB_SIZE, random_draft, tiny_config, tiny_target
 
 
 # Prompts 1, 2; answers 3 4 3 4 5 and 3 3. Pairs, the step from the prompt to the answer included: 2-3, 3-4, 4-3,

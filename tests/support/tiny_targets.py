@@ -15,7 +15,7 @@ import transformers
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from tests.helpers import random_prompt
+from tests.support.models import random_prompt
 
 
 CAUSAL_LM, IMAGE_TEXT = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"

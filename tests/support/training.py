@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, TrainerCallba
 from dspark_hf import DSparkDraftModel
 from dspark_hf.training import DSparkTrainer, DSparkTrainingArguments
 from dspark_hf.training.dataset import SequenceDataset, TrainingSequence
-from tests.helpers import VOCAB_SIZE, random_draft, random_prompt
+from tests.support.models import VOCAB_SIZE, random_draft, random_prompt
 
 
 EOS = 2

@@ -19,8 +19,8 @@ from transformers.generation.streamers import BaseStreamer
 from dspark_hf import AcceptanceStats, DSparkConfig, DSparkDraftModel
 from dspark_hf._compat import CACHE_KEY
 from dspark_hf.drafts.target_probe import NUM_TOKENS
-from tests.closeness import assert_close
-from tests.helpers import VOCAB_SIZE, tiny_target
+from tests.support.closeness import assert_close
+from tests.support.models import VOCAB_SIZE, tiny_target
 
 
 # Static caches can take tokens back, and so be used with drafts, since transformers 5.24.

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from dspark_hf.drafts.configuration_eagle3 import Eagle3Config
 from dspark_hf.drafts.modeling_eagle3 import Eagle3DraftModel
-from tests.helpers import HIDDEN_SIZE, VOCAB_SIZE, fill_vocabulary_map
+from tests.support.models import HIDDEN_SIZE, VOCAB_SIZE, fill_vocabulary_map
 
 
 HEAD_DIM = 8
