@@ -2,6 +2,7 @@
 """Chooses how many drafts each request sends, and whether to draft at all, from numbers only, without a model."""
 
 from .curve import SPSCurve
+from .policy import DraftingPolicy
 from .rules import (
     CapacityScheduler,
     FixedScheduler,
@@ -9,7 +10,6 @@ from .rules import (
     PrefixScheduler,
     RoundOutlook,
     Scheduler,
-    SearchScheduler,
     ThresholdScheduler,
     mean_survival,
     prefix_survival,
@@ -19,13 +19,13 @@ from .weights import kept_pace, token_weights
 
 __all__ = [
     "CapacityScheduler",
+    "DraftingPolicy",
     "FixedScheduler",
     "LookaheadScheduler",
     "PrefixScheduler",
     "RoundOutlook",
     "SPSCurve",
     "Scheduler",
-    "SearchScheduler",
     "ThresholdScheduler",
     "kept_pace",
     "mean_survival",

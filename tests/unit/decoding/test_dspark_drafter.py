@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from dspark_hf import DraftProposal, DSparkCandidateGenerator, RoundRecord
-from dspark_hf.scheduling import LookaheadScheduler, SearchScheduler, SPSCurve, ThresholdScheduler
+from dspark_hf.scheduling import LookaheadScheduler, SPSCurve, ThresholdScheduler
 from tests.support.closeness import assert_close, assert_differs
 from tests.support.models import oracle_draft, random_draft, random_prompt, tiny_target, uncached_block
 
@@ -141,8 +141,7 @@ def test_criterion_follows_the_knobs():
     greedy = DSparkCandidateGenerator(target, draft, config)
     config.do_sample = True
     sampling = DSparkCandidateGenerator(target, draft, config)
-    assert isinstance(greedy.criterion.scheduler, SearchScheduler)
-    assert isinstance(sampling.criterion.scheduler, LookaheadScheduler)
+    assert greedy.criterion.scheduler == sampling.criterion.scheduler == LookaheadScheduler()
     slow = RoundRecord(1, (2,), (0.5,), 0, 3, 1, draft_s=5.0, verify_s=9.0, round_s=14.0)
     for generator in (greedy, sampling):
         assert generator.needs_curve
@@ -168,8 +167,8 @@ def test_context_waits_while_drafting_does_not_pay():
         generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
         gate = iter((not skip, True))
         generator.criterion = SimpleNamespace(
-            worth_drafting=lambda _, gate=gate: next(gate),
-            verify_lengths=lambda confidence, _: torch.tensor([confidence.shape[1]]),
+            should_draft=lambda *_, gate=gate: next(gate),
+            verify_lengths=lambda _, confidence, __: torch.tensor([confidence.shape[1]]),
         )
         generator.add_context(states, 6, {})
         first = generator.propose([text[:, :7]])[0]
@@ -242,8 +241,8 @@ def test_a_dead_end_does_not_change_what_the_scheduler_sees_of_the_slots_before_
     for spoiled in (False, True):
         generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
         generator.criterion = SimpleNamespace(
-            worth_drafting=lambda _: True,
-            verify_lengths=lambda confidence, _: (seen.append(confidence), torch.tensor([confidence.shape[1]]))[1],
+            should_draft=lambda *_: True,
+            verify_lengths=lambda _, confidence, __: (seen.append(confidence), torch.tensor([confidence.shape[1]]))[1],
         )
         ends = LogitsProcessorList([_DeadEnd(length=11 if spoiled else 99)])
         generator._requests[0].processors = ends  # reads the text, as a grammar does
