@@ -26,7 +26,7 @@ from .drafts.configuration_dspark import DSparkConfig
 from .drafts.configuration_eagle3 import Eagle3Config
 from .drafts.modeling_dspark import DSparkDraftModel
 from .drafts.modeling_eagle3 import Eagle3DraftModel
-from .profiling.profile import profile_for
+from .profiling.automatic import profile_for
 
 
 logger = logging.get_logger("transformers.dspark_hf.integration")

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from ..common.prompts import Prompt
 from ..common.records import RoundRecord
 from ..evaluation.compare import PromptComparison, compare, summarize
-from ..profiling.profile import RoundTimeProfile, measure_profile, profile_for
+from ..profiling.automatic import profile_for
+from ..profiling.profile import RoundTimeProfile, measure_profile
 from ..scheduling.curve import SPSCurve
 from ..scheduling.policy import DraftingPolicy
 from ..scheduling.rules import LookaheadScheduler

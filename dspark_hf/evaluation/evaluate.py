@@ -23,7 +23,7 @@ from ..common.decoding_options import Decoding
 from ..common.records import collect_rounds
 from ..common.versions import library_versions
 from ..drafts.modeling_dspark import DSparkDraftModel
-from ..profiling.profile import profile_for
+from ..profiling.automatic import profile_for
 from .drafters import PLAIN, UNFIT, LoadedDrafter
 from .record import Observer, Run, run_key
 from .tasks import Question, TaskData

@@ -64,12 +64,14 @@ def fingerprint(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: 
 
 
 def setup(target: PreTrainedModel, draft: DSparkDraftModel) -> tuple:
-    """The part of a fingerprint that can change while both are loaded, in microseconds."""
+    """All of a fingerprint that can differ between calls with one target, and the draft's folder; in microseconds."""
     first, draft_first = next(target.parameters()), next(draft.parameters())
     return (
         torch.get_num_threads(),
         *(first.dtype, first.device, own_attention(target)),
-        *(draft_first.dtype, draft_first.device, draft.config._attn_implementation),
+        *(draft_first.dtype, draft_first.device, draft.config._attn_implementation, draft.name_or_path),
+        *(getattr(draft.config, name, None) for name in _DRAFT_FIELDS),
+        len(draft.config.target_layer_ids),
     )
 
 

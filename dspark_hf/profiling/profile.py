@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Round-time profiles of a target, a draft and the machine they run on: records, files, and the one that fits a call.
+"""Round-time profiles of a target, a draft and the machine they run on: records and files.
 
 A profile says how long drafting and verification passes of 1, 2, ... tokens take (see `measure`). The schedulers
-interpret it.
+interpret it, and `automatic` finds the one that fits a call.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,25 +18,17 @@ from typing import Any
 
 from huggingface_hub import constants as hub_constants
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..common.files import write_text
 from ..common.versions import library_versions
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..scheduling.curve import SPSCurve
-from .fingerprint import fingerprint, setup
+from .fingerprint import fingerprint
 from .measure import MeasuredCurve, measure_curves
 
 
-logger = logging.get_logger("transformers.dspark_hf.profiling.profile")
-
 FILE_NAME = "round_times.json"  # beside a draft's weights
 FORMAT = 1
-SWITCH = "DSPARK_HF_AUTO_PROFILE"
-# The quick measurement: long enough to tell a cliff from noise, short beside the text that it is made for.
-QUICK_CONTEXT, QUICK_REPEATS, QUICK_BUDGET_S, QUICK_MIN_TOKENS = 128, 7, 2.5, 32
-LONGEST_QUICK_BUDGET_S = 10.0  # a pass over many texts takes longer
-LONGEST_WAIT_S = 30.0  # for the measurement of another thread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,6 +231,11 @@ def measure_profile(
     return RoundTimeProfile(measured, fingerprint(target, draft, num_requests), library_versions(), date)
 
 
+def profile_folder() -> Path:
+    """The folder of profiles in the user's cache."""
+    return Path(hub_constants.HF_HOME) / "dspark_hf" / "profiles"
+
+
 def profile_path(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int = 1) -> Path:
     """The file of a pair in the user's cache folder, one for each fingerprint.
 
@@ -254,139 +249,7 @@ def profile_path(target: PreTrainedModel, draft: DSparkDraftModel, num_requests:
     """
     text = json.dumps(fingerprint(target, draft, num_requests), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return Path(hub_constants.HF_HOME) / "dspark_hf" / "profiles" / f"{digest}.json"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Answer:
-    """The result found for a pair, its set-up at that time, and whether everything was tried."""
-
-    state: tuple
-    profile: RoundTimeProfile | None
-    is_final: bool
-
-
-_answers: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakKeyDictionary] = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
-
-
-def profile_for(
-    target: PreTrainedModel, draft: DSparkDraftModel, remaining_tokens: int, num_requests: int = 1
-) -> RoundTimeProfile | None:
-    """The profile of a pair on this machine, or `None`; costs microseconds once the answer is known.
-
-    Any failure gives one warning, and the call continues without a profile; only an interrupt is re-raised.
-
-    The first of these that fits: `round_times.json` in the draft's own folder, the file in the user's cache folder
-    ([`profile_path`]), a quick measurement of about three seconds, which goes to the cache folder. The measurement
-    is made only for texts of 32 more tokens or longer, and not where the environment variable
-    `DSPARK_HF_AUTO_PROFILE` is "0", "false", "off" or "no". Batches have profiles of their own, for 2, 4, 8, ...
-    texts, which take up to ten seconds; that of the next larger number is taken.
-
-    Args:
-        target (`PreTrainedModel`): The model that generates.
-        draft (`DSparkDraftModel`): Its draft.
-        remaining_tokens (`int`): Most tokens that the call may still add to a text.
-        num_requests (`int`, *optional*, defaults to 1): Texts of the batch.
-
-    Returns:
-        [`RoundTimeProfile`] or `None`
-    """
-    is_switched_on = os.environ.get(SWITCH, "1").strip().lower() not in ("0", "false", "off", "no")
-    may_measure = remaining_tokens >= QUICK_MIN_TOKENS and is_switched_on
-    num_requests = 1 << (num_requests - 1).bit_length()  # the next power of two
-    try:
-        state = (num_requests, *setup(target, draft))
-        answer = _known(target, draft, state, may_measure) or _asked(target, draft, state, may_measure)
-        return answer.profile
-    except Exception as error:  # whatever the error is, generation works without round times
-        _warn_without(target, error)
-        return None
-
-
-def _asked(target: PreTrainedModel, draft: DSparkDraftModel, state: tuple, may_measure: bool) -> _Answer:
-    """Find the answer, one thread at a time: simultaneous measurements would time each other."""
-    if not _lock.acquire(timeout=LONGEST_WAIT_S):
-        _warn_without(target, TimeoutError(f"another measurement takes more than {LONGEST_WAIT_S:.3g} s"))
-        answer = _Answer(state, None, is_final=True)  # the next call does not wait again
-    else:
-        try:
-            answer = _known(target, draft, state, may_measure)
-            if answer is not None:
-                return answer
-            answer = _found_out(target, draft, state, may_measure)
-        finally:
-            _lock.release()
-    _answers.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, {})[state[0]] = answer
-    return answer
-
-
-def _found_out(target: PreTrainedModel, draft: DSparkDraftModel, state: tuple, may_measure: bool) -> _Answer:
-    """Read, else measured; an error is an answer too, so that it costs one call only."""
-    try:
-        profile = _found(target, draft, state[0])
-        is_final = profile is not None or may_measure
-        if profile is None and may_measure:
-            profile = _measured(target, draft, state[0])
-    except Exception as error:
-        _warn_without(target, error)
-        return _Answer(state, None, is_final=True)
-    return _Answer(state, profile, is_final)
-
-
-def _warn_without(target: PreTrainedModel, error: Exception) -> None:
-    """Warn that the round times of a typical machine are used instead."""
-    logger.warning_once(
-        f"No round times: {type(target).__name__} and its draft could not be measured here ({error!r}). Drafts are "
-        f"weighed by those of a typical machine instead; the text is the same. {SWITCH}=0 stops measuring."
-    )
-
-
-def _known(target: PreTrainedModel, draft: DSparkDraftModel, state: tuple, may_measure: bool) -> _Answer | None:
-    answer = _answers.get(target, {}).get(draft, {}).get(state[0])
-    if answer is None or answer.state != state or (may_measure and not answer.is_final):
-        return None
-    return answer
-
-
-def _found(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int) -> RoundTimeProfile | None:
-    """A profile on disk that fits; those that do not are warned of, once."""
-    places = [profile_path(target, draft, num_requests)]
-    if num_requests == 1 and draft.name_or_path and os.path.isdir(draft.name_or_path):
-        places.insert(0, Path(draft.name_or_path) / FILE_NAME)
-    for path in places:
-        try:
-            profile = RoundTimeProfile.load(path)
-            reason = profile.mismatch(target, draft, num_requests)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except Exception as error:  # files can be damaged in many ways
-            reason = str(error) or repr(error)
-        if reason is None:
-            return profile
-        logger.warning_once(
-            f"The round times in {str(path)!r} are not used: {reason.rstrip('.')}. `dspark-hf profile` measures new "
-            "ones."
-        )
-    return None
-
-
-def _measured(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: int) -> RoundTimeProfile:
-    """The quick measurement, kept for other processes where that is possible."""
-    budget_s = min(QUICK_BUDGET_S * max(1.0, num_requests / 4), LONGEST_QUICK_BUDGET_S)
-    profile = measure_profile(target, draft, (QUICK_CONTEXT,), QUICK_REPEATS, budget_s, num_requests=num_requests)
-    path = profile_path(target, draft, num_requests)
-    try:
-        profile.save(path)
-    except Exception as error:
-        logger.warning_once(
-            f"The round times of {type(target).__name__} and its draft could not be kept in {str(path)!r} ({error}): "
-            f"every process measures them. Set HF_HOME to a folder that can be written, or {SWITCH}=0."
-        )
-    else:
-        what = f"Round times of {type(target).__name__} and its draft were measured"
-        logger.info(f"{what} and kept in {str(path)!r}. {SWITCH}=0 stops this.")
-    return profile
+    return profile_folder() / f"{digest}.json"
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,8 +15,8 @@ from huggingface_hub import constants as hub_constants
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.profiling import RoundTimeProfile, measure_profile, profile_for, profile_path
-from dspark_hf.profiling import profile as profiling
-from dspark_hf.profiling.profile import FILE_NAME, SWITCH
+from dspark_hf.profiling import automatic as profiling
+from dspark_hf.profiling.automatic import FILE_NAME, SWITCH
 from tests.support.models import oracle_draft, random_draft, random_prompt, tiny_target
 from tests.support.scripted import ForwardCounter, captured_log
 
@@ -164,7 +164,7 @@ def test_a_pair_that_changed_is_measured_anew(pair):
     assert [values["dtype"] for values in found] == ["float32", *["bfloat16"] * 3]
     assert [values["attention"] for values in found] == ["sdpa", "sdpa", "eager", "eager"]
     assert [values["num_threads"] for values in found] == [*[num_threads] * 3, num_threads + 1]
-    assert len(list(profile_path(target, draft).parent.iterdir())) == 4
+    assert len(list(profile_path(target, draft).parent.glob("*.json"))) == 4
 
 
 def test_a_target_that_cannot_be_measured_is_tried_once(pair, monkeypatch):
@@ -176,7 +176,7 @@ def test_a_target_that_cannot_be_measured_is_tried_once(pair, monkeypatch):
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(target, "forward", broken)
-    with captured_log("transformers.dspark_hf.profiling.profile") as messages:
+    with captured_log("transformers.dspark_hf.profiling.automatic") as messages:
         assert profile_for(target, draft, 64) is None
         assert profile_for(target, draft, 64) is None
     assert tried == [(1, 128)]
@@ -186,7 +186,7 @@ def test_a_target_that_cannot_be_measured_is_tried_once(pair, monkeypatch):
 
 
 def test_a_measurement_is_announced_at_info_level(pair):
-    name = "transformers.dspark_hf.profiling.profile"
+    name = "transformers.dspark_hf.profiling.automatic"
     with captured_log(name) as messages:
         logging.getLogger(name).setLevel(logging.INFO)
         profile_for(*pair, 64)

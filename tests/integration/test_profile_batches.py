@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from dspark_hf import DSparkDraftModel, RoundTimeProfile, SPSCurve, collect_rounds, integration, measure_profile
 from dspark_hf.cli import app
 from dspark_hf.cli import profile as tuning
-from dspark_hf.profiling import profile as profiling
+from dspark_hf.profiling import automatic as profiling
 from dspark_hf.profiling import profile_for, profile_path, timed_rounds
+from dspark_hf.profiling.automatic import SWITCH
 from dspark_hf.profiling.measure import batch_points, measure_curves
-from dspark_hf.profiling.profile import SWITCH
 from tests.support.models import (
     character_tokenizer,
     oracle_draft,

@@ -2,18 +2,18 @@
 """Whatever goes wrong while round times are looked for or measured, the call goes on, and nothing stays changed."""
 
 import json
-import threading
 import time
 
 import pytest
 import torch
+from filelock import FileLock
 from huggingface_hub import constants as hub_constants
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf.drafts.target_probe import _FINDINGS
-from dspark_hf.profiling import profile as profiling
+from dspark_hf.profiling import automatic as profiling
 from dspark_hf.profiling import profile_for, profile_path, timed_rounds
-from dspark_hf.profiling.profile import FILE_NAME, SWITCH
+from dspark_hf.profiling.automatic import FILE_NAME, SWITCH
 from tests.support.models import oracle_draft, random_draft, random_prompt, tiny_target
 from tests.support.scripted import captured_log
 
@@ -36,7 +36,7 @@ def pair():
 
 def call(target, draft, **kwargs):
     """The text of a call, and what it warned of round times."""
-    with captured_log("transformers.dspark_hf.profiling.profile") as messages:
+    with captured_log("transformers.dspark_hf.profiling.automatic") as messages:
         text = target.generate(random_prompt(9), assistant_model=draft, **(GREEDY | kwargs))
     return text, messages
 
@@ -104,7 +104,7 @@ def test_everything_is_as_before_after_a_failure(num_rows, training):
         ]
 
     before, random_before = state(), torch.get_rng_state()
-    with captured_log("transformers.dspark_hf.profiling.profile") as messages:
+    with captured_log("transformers.dspark_hf.profiling.automatic") as messages:
         assert profile_for(target, draft, 64, num_rows) is None
     assert len(messages) == 1
     assert state() == before
@@ -120,7 +120,7 @@ def test_an_attention_that_is_replaced_by_half_is_put_back(monkeypatch):
         right(self, name)
         raise ImportError("a kernel package is missing")
 
-    with monkeypatch.context() as patch, captured_log("transformers.dspark_hf.profiling.profile") as messages:
+    with monkeypatch.context() as patch, captured_log("transformers.dspark_hf.profiling.automatic") as messages:
         patch.setattr(type(target), "set_attn_implementation", half)
         assert profile_for(target, draft, 64, num_requests=2) is None
     assert len(messages) == 1
@@ -141,7 +141,8 @@ def test_an_interrupt_comes_through_and_leaves_no_lock(pair):
     failing_on_the_profile(pair[0], KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         profile_for(*pair, 64)
-    assert not profiling._lock.locked()
+    with FileLock(profile_path(*pair).parent / "measuring.lock", timeout=0):
+        pass
     assert profile_for(tiny_target(), random_draft(), 64) is not None
 
 
@@ -177,7 +178,7 @@ def test_a_cache_folder_that_cannot_be_written(pair, tmp_path, monkeypatch, wher
     else:
         profile_path(target, draft).mkdir(parents=True)
         (profile_path(target, draft) / "taken").write_text("")
-    with captured_log("transformers.dspark_hf.profiling.profile") as messages:
+    with captured_log("transformers.dspark_hf.profiling.automatic") as messages:
         profile = profile_for(target, draft, 64)
         assert profile_for(target, draft, 64) is profile is not None
     kept = [message for message in messages if "could not be kept" in message]
@@ -250,10 +251,13 @@ def test_rounds_under_a_clock_that_runs_backwards(pair, monkeypatch):
 
 
 def test_a_lock_that_is_never_given_back(pair, monkeypatch):
+    """By another thread, or by another process that was stopped."""
     monkeypatch.setattr(profiling, "LONGEST_WAIT_S", 0.05)
-    monkeypatch.setattr(profiling, "_lock", threading.Lock())
-    profiling._lock.acquire()
-    assert_plain_text_and_one_warning(pair, "another measurement takes more than 0.05 s")
+    folder = profile_path(*pair).parent
+    folder.mkdir(parents=True)
+    lock = FileLock(folder / "measuring.lock")
+    with lock:
+        assert_plain_text_and_one_warning(pair, "another measurement takes more than 0.05 s")
     monkeypatch.setattr(profiling, "LONGEST_WAIT_S", 1e6)
     assert profile_for(*pair, 64) is None, "it does not wait twice"
 

@@ -23,7 +23,7 @@ from huggingface_hub import constants as hub_constants
 from transformers import PreTrainedModel
 
 import dspark_hf
-from dspark_hf.profiling import profile
+from dspark_hf.profiling import automatic
 from tests.support.models import random_prompt
 from tests.support.scripted import ScriptedDraft, StreamerSpy, draft_config_for
 from tests.support.tiny_targets import IMAGE_TEXT, PROMPT, VARIANTS, build, model_types
@@ -241,9 +241,9 @@ def test_enough_model_types_are_tried():
 def test_text_with_measured_round_times(model_type, tmp_path, monkeypatch):
     if outcomes(model_type)[0].kind == "refused":
         pytest.skip("refused")
-    monkeypatch.setenv(profile.SWITCH, "1")
+    monkeypatch.setenv(automatic.SWITCH, "1")
     monkeypatch.setattr(hub_constants, "HF_HOME", str(tmp_path))
-    monkeypatch.setattr(profile, "QUICK_REPEATS", 2)
+    monkeypatch.setattr(automatic, "QUICK_REPEATS", 2)
     target = build(model_type)
     prompts = [PROMPT, SHORT]
     plain = [generate(target, prompt, NUM_NEW_PROFILED) for prompt in prompts]

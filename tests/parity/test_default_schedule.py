@@ -9,8 +9,8 @@ from huggingface_hub import constants as hub_constants
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from dspark_hf import DSparkConfig, DSparkDraftModel, Eagle3DraftModel, collect_rounds
-from dspark_hf.profiling import profile, profile_for
-from dspark_hf.profiling.profile import SWITCH
+from dspark_hf.profiling import automatic, profile_for
+from dspark_hf.profiling.automatic import SWITCH
 from tests.parity.golden import GOLDEN
 from tests.support.models import random_prompt
 
@@ -43,7 +43,7 @@ def prompts(target: PreTrainedModel, count: int) -> torch.Tensor:
 def test_golden_drafts(folder, count, tmp_path, monkeypatch):
     monkeypatch.setenv(SWITCH, "1")
     monkeypatch.setattr(hub_constants, "HF_HOME", str(tmp_path))
-    monkeypatch.setattr(profile, "QUICK_REPEATS", 2)
+    monkeypatch.setattr(automatic, "QUICK_REPEATS", 2)
     group = next(parent for parent in folder.parents if (parent / "target").is_dir())
     target = load_target(group / "target")
     is_eagle = group.name.startswith("eagle3")

@@ -12,7 +12,7 @@ from huggingface_hub import constants as hub_constants
 
 from dspark_hf import __version__
 from dspark_hf.profiling import RoundTimeProfile, fingerprint, measure_profile, profile_path
-from dspark_hf.profiling import profile as profiling
+from dspark_hf.profiling import automatic as profiling
 from dspark_hf.profiling.fingerprint import setup
 from dspark_hf.profiling.measure import MeasuredCurve
 from dspark_hf.scheduling import SPSCurve
