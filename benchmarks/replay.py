@@ -164,18 +164,18 @@ def replay(
     """Tokens, seconds, drafts sent and rounds of rows; without a criterion nothing is drafted."""
     waiting = [Running(text, max_tokens) for text in texts]
     running, waiting = waiting[:num_rows], waiting[num_rows:]
-    if criterion is not None:
-        criterion.add_requests(num_rows - 1)
+    new = criterion.new_history if criterion is not None else lambda: None
+    histories = [new() for _ in running]
     tokens, seconds, num_sent, num_rounds = 0, 0.0, 0, 0
     while running:
         left = None if waiting else [row.left for row in running]
-        drafts = criterion is not None and criterion.worth_drafting(left)
+        drafts = criterion is not None and criterion.should_draft(histories, left)
         limits, lengths = [min(row.left - 1, len(row.block.confidence)) for row in running], [0] * len(running)
         if drafts:
             slots = torch.arange(max(len(row.block.confidence) for row in running))
             confidence = torch.tensor([row.block.confidence for row in running])
             confidence = confidence * (slots < torch.tensor(limits)[:, None])
-            chosen = criterion.verify_lengths(confidence, left).tolist()
+            chosen = criterion.verify_lengths(histories, confidence, left).tolist()
             lengths = [min(pair) for pair in zip(chosen, limits, strict=True)]
         verify_s = curve.verify(len(running) + sum(lengths)) + row_s * len(running)
         draft_s = curve.for_requests(len(running)).draft_s if drafts else 0.0
@@ -190,12 +190,11 @@ def replay(
         num_sent += sum(lengths)
         num_rounds += len(running)
         kept = [i for i, row in enumerate(running) if row.tokens < row.last]
-        new, waiting = waiting[: num_rows - len(kept)], waiting[num_rows - len(kept) :]
-        running = [running[i] for i in kept] + new
         if criterion is not None:
-            criterion.observe(records)
-            criterion.keep_requests(kept)
-            criterion.add_requests(len(new))
+            criterion.observe(histories, records)
+        next_rows, waiting = waiting[: num_rows - len(kept)], waiting[num_rows - len(kept) :]
+        running = [running[i] for i in kept] + next_rows
+        histories = [histories[i] for i in kept] + [new() for _ in next_rows]
     return tokens, seconds, num_sent, num_rounds
 
 

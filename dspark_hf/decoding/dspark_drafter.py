@@ -22,9 +22,10 @@ from ..common.records import RoundRecord
 from ..drafts.draft_cache import DraftCache
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..drafts.position_limits import position_limits
+from ..scheduling.acceptance import AcceptanceHistory
 from ..scheduling.curve import SPSCurve
 from ..scheduling.gate import DraftingPause
-from .criterion import AdaptiveConfidenceCriteria, resolve_options, scheduler_for
+from .criterion import criterion_for, resolve_options
 from .drafter import CommittedContext, DraftProposal
 from .drafter_inputs import (
     captured_states,
@@ -49,6 +50,7 @@ class _Request:
     """
 
     processors: LogitsProcessorList
+    history: AcceptanceHistory | None = None  # None where every draft is sent
     pause: DraftingPause = field(default_factory=DraftingPause)
     context: list[torch.Tensor] = field(default_factory=list)
     positions: list[torch.Tensor] = field(default_factory=list)
@@ -98,27 +100,18 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.options = resolve_options(draft.config, draft.generation_config, generation_config)
         self.do_sample = bool(generation_config.do_sample)
         self.max_length = generation_config.max_length
-        self.criterion = self._build_criterion()
+        self.criterion = criterion_for(self.options, draft.config, self.do_sample)
         layers = generation_config.output_hidden_states or hidden_states_of(draft.config.target_layer_ids)
         self.model_kwargs_overrides = {"output_hidden_states": layers}
-        self._requests = [_Request(mirrored(logits_processor or LogitsProcessorList()))]
+        self._requests = [self._new_request(logits_processor or LogitsProcessorList())]
         self._draft_token_ids = draft.draft_token_ids()
         self._end_ids = end_token_ids(generation_config)
         self._position_limits = position_limits(target)
         self._cache = DraftCache(draft.config.num_hidden_layers)
 
-    def _build_criterion(self) -> AdaptiveConfidenceCriteria | None:
-        scheduler = scheduler_for(self.options, self.do_sample)
-        if scheduler is None:
-            return None
-        config = self.draft.config
-        return AdaptiveConfidenceCriteria(
-            scheduler,
-            config.num_draft_slots,
-            acceptance_prior=config.acceptance_prior,
-            learn_times=not self.do_sample,
-            may_skip=self.options.confidence_threshold is None and self.options.schedule == "hardware",
-        )
+    def _new_request(self, processors: LogitsProcessorList) -> _Request:
+        history = self.criterion.new_history() if self.criterion is not None else None
+        return _Request(mirrored(processors), history)
 
     @property
     def needs_curve(self) -> bool:
@@ -184,10 +177,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         Args:
             processors (`Sequence[LogitsProcessorList]`): The prepared processors of each.
         """
-        self._requests += [_Request(mirrored(own)) for own in processors]
+        self._requests += [self._new_request(own) for own in processors]
         self._cache.add(len(processors))
-        if self.criterion is not None:
-            self.criterion.add_requests(len(processors))
 
     def keep_requests(self, requests: Sequence[int]) -> None:
         """Forget all other requests.
@@ -197,8 +188,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """
         self._requests = [self._requests[request] for request in requests]
         self._cache.keep(requests)
-        if self.criterion is not None:
-            self.criterion.keep_requests(requests)
 
     def propose(
         self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None = None, others_wait: bool = False
@@ -228,7 +217,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         ]
         pairs = zip(self._requests, limits, strict=True)
         limits = [limit if limit and request.pause.passes() else 0 for request, limit in pairs]
-        if max(limits) < 1 or (self.criterion is not None and not self.criterion.worth_drafting(tokens_left)):
+        if max(limits) < 1 or not self._should_draft(tokens_left):
             return [DraftProposal(text[:, :0], drafted=False) for text in texts]
         hidden = self._parallel_stage([text[:, -1:] for text in texts])[:, : max(limits)]  # [R, k, d]
         drawn, confidence = self._sequential_stage(hidden, texts, limits)
@@ -243,6 +232,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
             token_ids, is_drafted = drawn.token_ids[row, :length].to(text.device), limits[request] > 0
             proposals.append(DraftProposal(token_ids, q, rows[request], is_drafted))
         return proposals
+
+    def _should_draft(self, tokens_left: Sequence[int] | None) -> bool:
+        return self.criterion is None or self.criterion.should_draft(self._histories, tokens_left)
+
+    @property
+    def _histories(self) -> list[AcceptanceHistory]:
+        return [request.history for request in self._requests]
 
     def _recorded(
         self, drawn: DrawnBlocks, confidence: torch.Tensor | None
@@ -336,7 +332,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
         lengths = drawn.lengths
         if self.criterion is not None and max(lengths):
             if confidence is None:
-                confidence = self.criterion.stand_in_confidence(num_slots)
+                past = [request.history.conditional_acceptance[:num_slots] for request in self._requests]
+                confidence = torch.tensor(past)
             # As wide as without dead ends, which depend on the drafts before them: how many slots there are must not
             # tell the scheduler of a slot what its draft leads to.
             confidence = torch.nn.functional.pad(confidence, (0, num_slots - confidence.shape[1]))
@@ -344,7 +341,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
                 slots = torch.arange(num_slots, device=confidence.device)
                 is_kept = slots < torch.tensor(lengths, device=confidence.device)[:, None]
                 confidence = confidence.masked_fill(~is_kept, 0.0)
-            chosen = self.criterion.verify_lengths(confidence, tokens_left).tolist()
+            chosen = self.criterion.verify_lengths(self._histories, confidence, tokens_left).tolist()
             lengths = [min(pair) for pair in zip(chosen, lengths, strict=True)]
         if self._end_ids:
             rows = zip(drawn.token_ids.tolist(), lengths, strict=True)
@@ -362,7 +359,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             records (`Sequence[RoundRecord]` of length R): The round of each request.
         """
         if self.criterion is not None:
-            self.criterion.observe(records)
+            self.criterion.observe(self._histories, records)
 
     def get_candidates(
         self,

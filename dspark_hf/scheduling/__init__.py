@@ -2,6 +2,7 @@
 """Chooses how many drafts each request sends, and whether to draft at all, from numbers only, without a model."""
 
 from .curve import SPSCurve
+from .policy import DraftingPolicy
 from .rules import (
     CapacityScheduler,
     FixedScheduler,
@@ -19,6 +20,7 @@ from .weights import kept_pace, token_weights
 
 __all__ = [
     "CapacityScheduler",
+    "DraftingPolicy",
     "FixedScheduler",
     "LookaheadScheduler",
     "PrefixScheduler",

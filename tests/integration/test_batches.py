@@ -365,9 +365,9 @@ def test_no_row_is_hurried_while_others_wait(pair, monkeypatch):
     draft = oracle_draft(target)
     seen, right = [], AdaptiveConfidenceCriteria.verify_lengths
 
-    def spy(criterion, confidence, tokens_left=None):
-        seen.append((len(criterion.histories), tokens_left))
-        return right(criterion, confidence, tokens_left)
+    def spy(criterion, histories, confidence, tokens_left=None):
+        seen.append((len(histories), tokens_left))
+        return right(criterion, histories, confidence, tokens_left)
 
     monkeypatch.setattr(AdaptiveConfidenceCriteria, "verify_lengths", spy)
     draft.generation_config.num_assistant_tokens_schedule = "lookahead"

@@ -14,7 +14,7 @@ from transformers import StoppingCriteriaList
 
 from dspark_hf import AdaptiveConfidenceCriteria, RoundRecord
 from dspark_hf.decoding import verification
-from dspark_hf.decoding.criterion import SCHEDULES, DraftingOptions, scheduler_for
+from dspark_hf.decoding.criterion import SCHEDULES, DraftingOptions, criterion_for
 from dspark_hf.scheduling import (
     CapacityScheduler,
     LookaheadScheduler,
@@ -24,8 +24,9 @@ from dspark_hf.scheduling import (
     SPSCurve,
     ThresholdScheduler,
 )
+from dspark_hf.scheduling.acceptance import AcceptanceHistory
 from tests.support.closeness import assert_close
-from tests.support.models import oracle_draft, random_prompt, tiny_target
+from tests.support.models import oracle_draft, random_prompt, tiny_config, tiny_target
 
 
 SPS = (1.0, 0.5, 0.45)  # target steps per second with 1, 2 and 3 tokens
@@ -138,7 +139,7 @@ def test_our_criterion_keeps_the_distribution(monkeypatch, scheduler, curve):
     lengths = {}
     for token in (0, 1):
         criterion = AdaptiveConfidenceCriteria(CAUSAL[scheduler](), 2, curve=curve)
-        lengths[token] = int(criterion.verify_lengths(torch.tensor([CONFIDENCE[token]])))
+        lengths[token] = int(criterion.verify_lengths([criterion.new_history()], torch.tensor([CONFIDENCE[token]])))
     assert (lengths[0] == 0) == (lengths[1] == 0), "the first slot's admission follows the second slot's confidence"
     assert_close(first_token(monkeypatch, lambda c: lengths[0 if c[1] else 1]), [0.7, 0.3])
 
@@ -158,10 +159,10 @@ def test_the_search_of_greedy_decoding_would_change_the_distribution(monkeypatch
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_sampling_never_searches(schedule):
     for threshold in (None, 0.5):
-        chosen = scheduler_for(DraftingOptions(4, threshold, schedule), do_sample=True)
-        assert not isinstance(chosen, SearchScheduler)
-    greedy = scheduler_for(DraftingOptions(4, None, schedule), do_sample=False)
-    assert isinstance(greedy, SearchScheduler) == (schedule == "hardware")
+        chosen = criterion_for(DraftingOptions(4, threshold, schedule), tiny_config(), do_sample=True)
+        assert not isinstance(getattr(chosen, "scheduler", None), SearchScheduler)
+    greedy = criterion_for(DraftingOptions(4, None, schedule), tiny_config(), do_sample=False)
+    assert isinstance(getattr(greedy, "scheduler", None), SearchScheduler) == (schedule == "hardware")
 
 
 # The criterion.
@@ -181,15 +182,15 @@ def record(num_accepted: int, confidence=(), num_drafts: int = 4, verify_s: floa
     )
 
 
-def experienced(criterion: AdaptiveConfidenceCriteria, seed: int) -> AdaptiveConfidenceCriteria:
-    """After some rounds of chance, so that nothing is at its prior."""
-    rng = random.Random(seed)
+def some_past(criterion: AdaptiveConfidenceCriteria, seed: int) -> AcceptanceHistory:
+    """The history of a request after some rounds of chance, so that nothing is at its prior."""
+    rng, history = random.Random(seed), criterion.new_history()
     for _ in range(rng.randint(0, 30)):
         num_drafts = rng.randint(0, 6)
         seconds = {"verify_s": 0.01 + 0.002 * num_drafts * rng.random(), "draft_s": 0.003}
         confidence = [rng.random() for _ in range(6)]
-        criterion.observe([record(rng.randint(0, num_drafts), confidence, num_drafts, **seconds)])
-    return criterion
+        criterion.observe([history], [record(rng.randint(0, num_drafts), confidence, num_drafts, **seconds)])
+    return history
 
 
 @pytest.mark.parametrize("scheduler", CAUSAL)
@@ -202,8 +203,8 @@ def test_admission_of_a_slot_ignores_later_confidences(scheduler, seed):
         """One request at a time, each with the same past."""
         rows = []
         for row in confidence:
-            criterion = experienced(criterion_with(scheduler, 0.1 + 0.1 * seed), seed)
-            rows.append(criterion.verify_lengths(row[None]))
+            criterion = criterion_with(scheduler, 0.1 + 0.1 * seed)
+            rows.append(criterion.verify_lengths([some_past(criterion, seed)], row[None]))
         return torch.cat(rows)
 
     before = lengths(confidence)

@@ -129,15 +129,15 @@ def test_the_row_that_would_end_last_gets_more_drafts(scheduler):
     """The paces differ, the confidences of the round do not."""
     curve = SPSCurve((1, 2, 12), (1.0, 1.0, 1.5))
     criterion = AdaptiveConfidenceCriteria(scheduler(), 4, curve=curve, learn_times=False)
-    criterion.add_requests(1)
+    histories = [criterion.new_history(), criterion.new_history()]
     # Of one a draft is sent and accepted, of the other nothing is sent: confidences are corrected for neither.
     rounds = [RoundRecord(1, (5,), (1.0,), 1, 2, 2), RoundRecord(1, (), (), 0, 2, 1)]
     for _ in range(8):
-        criterion.observe(rounds)
+        criterion.observe(histories, rounds)
     confidence = torch.full((2, 4), 0.6)
-    fast, slow = criterion.verify_lengths(confidence, [50, 50]).tolist()
+    fast, slow = criterion.verify_lengths(histories, confidence, [50, 50]).tolist()
     assert fast < slow
-    others_wait_fast, others_wait_slow = criterion.verify_lengths(confidence).tolist()
+    others_wait_fast, others_wait_slow = criterion.verify_lengths(histories, confidence).tolist()
     assert fast < others_wait_fast <= others_wait_slow
-    few, many = criterion.verify_lengths(confidence, [2, 100]).tolist()
+    few, many = criterion.verify_lengths(histories, confidence, [2, 100]).tolist()
     assert few < many

@@ -168,8 +168,8 @@ def test_context_waits_while_drafting_does_not_pay():
         generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
         gate = iter((not skip, True))
         generator.criterion = SimpleNamespace(
-            worth_drafting=lambda _, gate=gate: next(gate),
-            verify_lengths=lambda confidence, _: torch.tensor([confidence.shape[1]]),
+            should_draft=lambda *_, gate=gate: next(gate),
+            verify_lengths=lambda _, confidence, __: torch.tensor([confidence.shape[1]]),
         )
         generator.add_context(states, 6, {})
         first = generator.propose([text[:, :7]])[0]
@@ -242,8 +242,8 @@ def test_a_dead_end_does_not_change_what_the_scheduler_sees_of_the_slots_before_
     for spoiled in (False, True):
         generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
         generator.criterion = SimpleNamespace(
-            worth_drafting=lambda _: True,
-            verify_lengths=lambda confidence, _: (seen.append(confidence), torch.tensor([confidence.shape[1]]))[1],
+            should_draft=lambda *_: True,
+            verify_lengths=lambda _, confidence, __: (seen.append(confidence), torch.tensor([confidence.shape[1]]))[1],
         )
         ends = LogitsProcessorList([_DeadEnd(length=11 if spoiled else 99)])
         generator._requests[0].processors = ends  # reads the text, as a grammar does
