@@ -9,13 +9,13 @@ round-time curve, with the history, the correction and the gate that a call has.
     python benchmarks/replay.py --rounds rounds.json --curve 1:0.064,2:0.069,3:0.074,4:0.076,6:0.079 --draft-s 0.009
     python benchmarks/replay.py --rounds rounds.json --never-accepted    # a draft that is never right
     python benchmarks/replay.py --rounds rounds.json --rows 2 8 32 --curve 1:0.055,192:0.103 --draft-s 0.007
+    python benchmarks/replay.py --rounds rounds.json --rows 1 4 16 64 256 --profile round_times.json --plot load.svg
 
 With `--rows` texts run in batches drawn from all files, each until its last row has ended, or with `--waiting` so many
 more texts for each row take the places of those that end. The ratio is then that to the same batches without drafts,
 and `--row-s` is what a row costs in every pass, on top of its tokens.
 
-What it leaves out: a shorter block moves the next anchor, and with it the next block. Here a policy that stands at a
-token takes the block that was recorded there or last before it.
+`dspark_hf.scheduling.simulation` says what a replay leaves out.
 """
 
 from __future__ import annotations
@@ -23,32 +23,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import random
 import statistics
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 import transformers
 
 import dspark_hf
-from dspark_hf import AdaptiveConfidenceCriteria, RoundRecord, RoundTimeProfile, SPSCurve, collect_rounds
+from dspark_hf import RoundRecord, RoundTimeProfile, SPSCurve, collect_rounds
 from dspark_hf.common.chat_tokens import encode_prompt
+from dspark_hf.common.plots import check_can_plot
 from dspark_hf.common.prompts import read_prompts
+from dspark_hf.evaluation.load_plot import save_load_plot
 from dspark_hf.profiling import profile_for
 from dspark_hf.profiling.measure import batch_points
 from dspark_hf.scheduling import (
     CapacityScheduler,
+    DraftingPolicy,
     FixedScheduler,
     LookaheadScheduler,
     PrefixScheduler,
-    SearchScheduler,
     ThresholdScheduler,
 )
-from dspark_hf.scheduling.simulation import full_blocks
+from dspark_hf.scheduling.simulation import LoadReport, full_blocks, replay
 
 
 Texts = dict[str, list[list[RoundRecord]]]  # of each file
@@ -73,7 +72,10 @@ def parse_arguments() -> argparse.Namespace:
         "--draft-row-s", type=float, default=0.0, help="seconds of drafting for each row but the first"
     )
     parser.add_argument("--never-accepted", action="store_true", help="reject every draft, and learn from nothing")
+    parser.add_argument("--plot", type=Path, default=None, help="picture to write, .png or .svg, with --rows")
     arguments = parser.parse_args()
+    if arguments.plot is not None:
+        check_can_plot(arguments.plot, "load plot")
     if (arguments.rounds is None) == (not arguments.prompts):
         parser.error("Give either `--rounds` or `--prompts`.")
     return arguments
@@ -134,97 +136,42 @@ def choose_curve(arguments: argparse.Namespace, setting: dict) -> SPSCurve:
     return SPSCurve(**{name: tuple(v) if isinstance(v, list) else v for name, v in setting["curve"].items()})
 
 
-class Running:
-    """A text of a batch."""
-
-    def __init__(self, text: Sequence[RoundRecord], max_tokens: float):
-        self.text, self.ends = text, list(accumulate(own.num_accepted + 1 for own in text))
-        self.tokens, self.left, self.last = 0, max_tokens, min(max_tokens, self.ends[-1])
-
-    @property
-    def block(self) -> RoundRecord:
-        """What was recorded where the text stands, or last before it."""
-        return self.text[bisect_right(self.ends, self.tokens)]
-
-    def go_on(self, length: int) -> int:
-        """Accept what was accepted of so many drafts."""
-        accepted = min(self.block.num_accepted, length)
-        self.tokens, self.left = self.tokens + accepted + 1, self.left - accepted - 1
-        return accepted
-
-
-def replay(
-    texts: Sequence[Sequence[RoundRecord]],
-    num_rows: int,
-    criterion: AdaptiveConfidenceCriteria | None,
-    curve: SPSCurve,
-    max_tokens: float = math.inf,
-    row_s: float = 0.0,
-) -> tuple[int, float, int, int]:
-    """Tokens, seconds, drafts sent and rounds of rows; without a criterion nothing is drafted."""
-    waiting = [Running(text, max_tokens) for text in texts]
-    running, waiting = waiting[:num_rows], waiting[num_rows:]
-    new = criterion.new_history if criterion is not None else lambda: None
-    histories = [new() for _ in running]
-    tokens, seconds, num_sent, num_rounds = 0, 0.0, 0, 0
-    while running:
-        left = None if waiting else [row.left for row in running]
-        drafts = criterion is not None and criterion.should_draft(histories, left)
-        limits, lengths = [min(row.left - 1, len(row.block.confidence)) for row in running], [0] * len(running)
-        if drafts:
-            slots = torch.arange(max(len(row.block.confidence) for row in running))
-            confidence = torch.tensor([row.block.confidence for row in running])
-            confidence = confidence * (slots < torch.tensor(limits)[:, None])
-            chosen = criterion.verify_lengths(histories, confidence, left).tolist()
-            lengths = [min(pair) for pair in zip(chosen, limits, strict=True)]
-        verify_s = curve.verify(len(running) + sum(lengths)) + row_s * len(running)
-        draft_s = curve.for_requests(len(running)).draft_s if drafts else 0.0
-        times = [s / len(running) for s in (draft_s, verify_s, draft_s + verify_s)]
-        records = []
-        for row, length in zip(running, lengths, strict=True):
-            own = row.block
-            result = (own.anchor_id, own.token_ids[:length], own.confidence, row.go_on(length))
-            records.append(RoundRecord(*result, 0, result[-1] + 1, *times, drafted=drafts))
-        tokens += sum(record.accepted_length for record in records)
-        seconds += draft_s + verify_s
-        num_sent += sum(lengths)
-        num_rounds += len(running)
-        kept = [i for i, row in enumerate(running) if row.tokens < row.last]
-        if criterion is not None:
-            criterion.observe(histories, records)
-        next_rows, waiting = waiting[: num_rows - len(kept)], waiting[num_rows - len(kept) :]
-        running = [running[i] for i in kept] + next_rows
-        histories = [histories[i] for i in kept] + [new() for _ in next_rows]
-    return tokens, seconds, num_sent, num_rounds
-
-
 def print_batches(texts: Texts, prior: list[float] | None, curve: SPSCurve, arguments: argparse.Namespace) -> None:
     pool = [text for own in texts.values() for text in own]
-    num_slots = len(pool[0][0].confidence)
+    num_slots, pooled = len(pool[0][0].confidence), []
     print("| policy | " + " | ".join(f"{rows} rows | sent" for rows in arguments.rows) + " |")
     print("|---|" + "---:|" * 2 * len(arguments.rows))
-    drawn = {
-        rows: [
-            random.Random(seed).sample(pool * (1 + arguments.waiting), rows * (1 + arguments.waiting))
-            for seed in range(arguments.batches)
-        ]
-        for rows in arguments.rows
-    }
+    drawn = {rows: draw_batches(pool, rows, arguments) for rows in arguments.rows}
     setting = (arguments.max_new_tokens, arguments.row_s)
-    plain = {rows: [replay(own, rows, None, curve, *setting) for own in drawn[rows]] for rows in arguments.rows}
+    plain = {rows: [replay(own, curve, None, rows, *setting) for own in drawn[rows]] for rows in arguments.rows}
     for name, make in policies(num_slots, prior, None).items():
         cells = []
         for rows in arguments.rows:
-            own_curve = known_curve(curve, rows, num_slots, arguments.row_s)
-            ratios, sent, rounds = [], 0, 0
-            for own, (plain_tokens, plain_s, _, _) in zip(drawn[rows], plain[rows], strict=True):
-                criterion = make()
-                criterion.use_curve(own_curve)
-                tokens, seconds, num_sent, num_rounds = replay(own, rows, criterion, curve, *setting)
-                ratios.append(tokens / seconds * plain_s / plain_tokens)
-                sent, rounds = sent + num_sent, rounds + num_rounds
-            cells.append(f"{statistics.mean(ratios):.3f} | {sent / rounds:.2f}")
+            reports = []
+            for own in drawn[rows]:
+                policy = make()
+                policy.use_curve(known_curve(curve, rows, num_slots, arguments.row_s))
+                reports.append(replay(own, curve, policy, rows, *setting, name=name))
+            pairs = zip(reports, plain[rows], strict=True)
+            ratio = statistics.mean(report.tokens_per_s / other.tokens_per_s for report, other in pairs)
+            pooled.append(pool_reports(reports))
+            cells.append(f"{ratio:.3f} | {pooled[-1].verify_length:.2f}")
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+    if arguments.plot is not None:
+        print(f"Written: {save_load_plot([pool_reports(own) for own in plain.values()] + pooled, arguments.plot)}")
+
+
+def draw_batches(pool: list, rows: int, arguments: argparse.Namespace) -> list[list[Sequence[RoundRecord]]]:
+    """Batches of texts, those that wait included; a text comes twice only where there are too few."""
+    count = rows * (1 + arguments.waiting)
+    copies = pool * max(1 + arguments.waiting, -(-count // len(pool)))
+    return [random.Random(seed).sample(copies, count) for seed in range(arguments.batches)]
+
+
+def pool_reports(reports: Sequence[LoadReport]) -> LoadReport:
+    names = ("num_rounds", "num_tokens", "num_verified", "seconds")
+    sums = {name: sum(getattr(report, name) for report in reports) for name in names}
+    return dataclasses.replace(reports[0], **sums)
 
 
 def known_curve(curve: SPSCurve, num_rows: int, num_slots: int, row_s: float) -> SPSCurve:
@@ -236,16 +183,16 @@ def known_curve(curve: SPSCurve, num_rows: int, num_slots: int, row_s: float) ->
 
 def policies(num_slots: int, prior: list[float] | None, curve: SPSCurve | None) -> dict[str, Callable]:
     def make(scheduler, **options):
-        return lambda: AdaptiveConfidenceCriteria(scheduler(), num_slots, prior, curve, **options)
+        return lambda: DraftingPolicy(scheduler(), num_slots, prior, curve, **options)
 
     fixed = {f"fixed {n}": make(lambda n=n: FixedScheduler(n)) for n in range(1, num_slots + 1)}
     return fixed | {
         "threshold 0.5": make(lambda: ThresholdScheduler(0.5)),
         "Algorithm 1": make(PrefixScheduler),
         "capacity": make(CapacityScheduler),
-        "look-ahead": make(LookaheadScheduler),
+        "look-ahead": make(LookaheadScheduler, learn_times=False),
         "hardware, sampling": make(LookaheadScheduler, may_skip=True, learn_times=False),
-        "hardware, greedy": make(SearchScheduler, may_skip=True),
+        "hardware, greedy": make(LookaheadScheduler, may_skip=True),
     }
 
 
@@ -273,9 +220,9 @@ def main() -> None:
     print({name: f"{len(own)} texts, {sum(map(len, own))} rounds" for name, own in texts.items()}, "\n")
     print("| policy | " + " | ".join(texts) + " | all |\n|---|" + "---:|" * (len(texts) + 1))
     for name, make in policies(num_slots, prior, curve).items():
-        results = {domain: [replay([text], 1, make(), curve)[:2] for text in own] for domain, own in texts.items()}
-        results["all"] = [result for own in results.values() for result in own]
-        ratios = [sum(t for t, _ in own) * curve.plain_s / sum(s for _, s in own) for own in results.values()]
+        reports = {domain: [replay([text], curve, make()) for text in own] for domain, own in texts.items()}
+        reports["all"] = [report for own in reports.values() for report in own]
+        ratios = [pool_reports(own).tokens_per_s * curve.plain_s for own in reports.values()]
         print(f"| {name} | " + " | ".join(f"{ratio:.3f}" for ratio in ratios) + " |")
 
 

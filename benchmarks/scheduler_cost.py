@@ -24,7 +24,6 @@ from dspark_hf.scheduling import (
     PrefixScheduler,
     RoundOutlook,
     Scheduler,
-    SearchScheduler,
     SPSCurve,
     ThresholdScheduler,
     mean_survival,
@@ -60,7 +59,6 @@ def schedulers() -> dict[str, Scheduler]:
         "Algorithm 1": PrefixScheduler(),
         "capacity": CapacityScheduler(),
         "look-ahead": LookaheadScheduler(),
-        "search (greedy only)": SearchScheduler(),
     }
 
 

@@ -73,8 +73,6 @@ def policies(num_slots: int, names: list[str] | None) -> list[Policy]:
     learned = [
         Policy("threshold 0.5", "constant", threshold=0.5),
         Policy("Algorithm 1", "confidence"),
-        Policy("capacity", "capacity"),
-        Policy("look-ahead", "lookahead"),
         Policy("hardware", "hardware"),
     ]
     known = [*fixed, *learned]

@@ -50,7 +50,7 @@ Schedule = Annotated[
     typer.Option(
         "--num-assistant-tokens-schedule",
         "--num_assistant_tokens_schedule",
-        help='"hardware" (default), "confidence", "lookahead", "capacity" or "constant".',
+        help='"hardware" (default), "confidence" or "constant".',
     ),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 decodes greedily.")]

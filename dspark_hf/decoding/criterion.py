@@ -11,18 +11,13 @@ from transformers import GenerationConfig, StoppingCriteria
 
 from ..drafts.configuration_dspark import DSparkConfig
 from ..scheduling.policy import DraftingPolicy
-from ..scheduling.rules import (
-    CapacityScheduler,
-    LookaheadScheduler,
-    PrefixScheduler,
-    Scheduler,
-    SearchScheduler,
-    ThresholdScheduler,
-)
+from ..scheduling.rules import LookaheadScheduler, PrefixScheduler, Scheduler, ThresholdScheduler
 from .drafter_inputs import chosen_knob
 
 
-SCHEDULES = ("constant", "confidence", "capacity", "lookahead", "hardware")
+# Every draft; Algorithm 1; look-ahead and gate.
+SCHEDULES = ("constant", "confidence", "hardware")
+REPLACED_BY_HARDWARE = ("lookahead", "capacity")  # saved with older drafts
 
 
 @dataclass(frozen=True)
@@ -60,8 +55,10 @@ def resolve_options(
             f"{config.block_size}), got {num_tokens!r}. Slots beyond the trained block are never accepted."
         )
     if schedule not in SCHEDULES:
+        replaced = ' It was replaced by "hardware".' if schedule in REPLACED_BY_HARDWARE else ""
         raise ValueError(
             f"`num_assistant_tokens_schedule` must be one of {SCHEDULES} with a DSpark draft, got {schedule!r}."
+            + replaced
         )
     if threshold is not None:
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
@@ -82,14 +79,8 @@ def criterion_for(
         scheduler: Scheduler = ThresholdScheduler(options.confidence_threshold)
     elif options.schedule == "constant":
         return None
-    elif options.schedule == "confidence":
-        scheduler = PrefixScheduler()
-    elif options.schedule == "capacity":
-        scheduler = CapacityScheduler()
-    elif options.schedule == "lookahead" or do_sample:
-        scheduler = LookaheadScheduler()
     else:
-        scheduler = SearchScheduler()
+        scheduler = PrefixScheduler() if options.schedule == "confidence" else LookaheadScheduler()
     return AdaptiveConfidenceCriteria(
         scheduler,
         config.num_draft_slots,
@@ -100,7 +91,7 @@ def criterion_for(
 
 
 class AdaptiveConfidenceCriteria(DraftingPolicy, StoppingCriteria):
-    """The drafting policy of a call, as transformers' kind of criterion. See [`DraftingPolicy`] for its arguments.
+    """The drafting policy of a call as transformers' kind of criterion. See [`DraftingPolicy`] for its arguments.
 
     The drafter builds it from the user's knobs. It ends blocks of drafts, not the generation: do not pass it as
     `stopping_criteria`.

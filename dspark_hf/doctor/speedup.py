@@ -16,15 +16,15 @@ from ..common.records import RoundRecord
 from ..evaluation.compare import PromptComparison, compare, summarize
 from ..profiling.profile import RoundTimeProfile, measure_profile, profile_for
 from ..scheduling.curve import SPSCurve
-from ..scheduling.rules import SearchScheduler
-from ..scheduling.simulation import PLAIN, full_blocks, sweep
+from ..scheduling.policy import DraftingPolicy
+from ..scheduling.rules import LookaheadScheduler
+from ..scheduling.simulation import full_blocks, replay
 from .finding import ADVICE, Finding
 from .pair import Pair
 
 
 CONTEXT, BUDGET_S = 128, 6.0  # of a measurement of round times, if there is no profile
 REQUEST_COUNTS = (1, 2, 4, 8, 16, 32, 64)  # those within the measured round times are tried
-POLICY = "dspark"
 SHORTEST = 3  # tokens that any answer has
 
 
@@ -146,13 +146,14 @@ def load_limit(
     usable = full_blocks(rounds, num_slots)
     if not usable:
         return None
-    counts = [count for count in REQUEST_COUNTS if count <= curve.batch_tokens[-1]]
-    reports = sweep([usable], curve, {PLAIN: lambda: None, POLICY: SearchScheduler}, counts)
-    limit = 0
-    for plain, dspark in zip(reports[: len(counts)], reports[len(counts) :], strict=True):
-        if dspark.tokens_per_s <= plain.tokens_per_s:
+    counts, limit = [count for count in REQUEST_COUNTS if count <= curve.batch_tokens[-1]], 0
+    for count in counts:
+        starts = [i * len(usable) // count for i in range(count)]
+        texts = [usable[start:] + usable[:start] for start in starts]
+        policy = DraftingPolicy(LookaheadScheduler(), num_slots, curve=curve, learn_times=False, may_skip=True)
+        if replay(texts, curve, policy, count).tokens_per_s <= replay(texts, curve, None, count).tokens_per_s:
             break
-        limit = plain.num_requests
+        limit = count
     return limit, counts[-1]
 
 

@@ -26,7 +26,7 @@ class DraftingGate:
     PRIOR_ROUNDS = 8.0
     # Standard error of a mean over this many rounds (divide by sqrt(R) for R requests). Stopping by chance costs more
     # than tolerating a small loss.
-    TOLERANCE = 0.06
+    TOLERANCE = 0.08
     FIRST_WAIT, LONGEST_WAIT = 8, 64
 
     def __init__(self) -> None:

@@ -4,9 +4,8 @@
 Legend: R requests, g slots per block, N = R * g, B tokens in a verification pass (one anchor per request, plus
 drafts). a is the prefix survival: the chance that a draft and all before it are accepted.
 
-Every scheduler except `SearchScheduler` is causal. Whether slot k of a request is sent depends on its c_0..c_k, on the
-other requests and on earlier rounds, never on x_k or anything after it: this keeps sampled text exact (paper Appendix
-A).
+Every scheduler is causal. Whether slot k of a request is sent depends on its c_0..c_k, on the other requests and on
+earlier rounds, never on x_k or anything after it: this keeps sampled text exact (paper Appendix A).
 """
 
 from __future__ import annotations
@@ -168,25 +167,6 @@ class LookaheadScheduler:
             if not sent[counts].all():
                 break
         return _lengths(survival, _num_leading(sent))
-
-
-@dataclass(frozen=True)
-class SearchScheduler:
-    """Searches all counts, with time priced as in [`LookaheadScheduler`]. NOT causal: for greedy decoding only.
-
-    Whether slot k is sent depends on c_{k+1}, which depends on x_k. A greedy text is the target's argmax whatever is
-    sent, so only greedy decoding may use that information.
-    """
-
-    def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:
-        """See [`Scheduler.verify_lengths`]."""
-        survival = _weighted_survival(confidence, outlook)
-        num_requests, num_slots = survival.shape
-        past = np.concatenate([[0.0], _expected(outlook, num_requests, num_slots).cumsum()])
-        tokens = np.concatenate([[0.0], _descending(survival).cumsum(dtype=np.float64)])
-        seconds = outlook.curve.verify_table(num_requests, num_requests + survival.size)
-        price = _price(past, seconds, num_requests, outlook.curve)
-        return _lengths(survival, int((tokens - price * seconds).argmax()))
 
 
 def _expected(outlook: RoundOutlook, num_requests: int, num_slots: int) -> np.ndarray:

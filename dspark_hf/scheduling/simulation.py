@@ -1,29 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulates a scheduler under load: recorded rounds of many requests, replayed against a round-time curve. Imports no
-model code.
+"""Replays recorded rounds under a drafting policy, against a round-time curve: the policy that a call runs, with its
+history, correction, gate and weights, and no clock. Imports no model code.
 
-Legend: R requests at a time, g slots per block, B tokens in a verification pass, T recorded rounds.
+Legend: R requests at a time, g slots per block, B tokens in a verification pass.
 
-A recording contains the outcome of every slot of a block, so it also determines that of any shorter block. Three
-things are approximate; consider them when reading a result:
+A recording contains the outcome of every slot of a block, so it also determines that of any shorter block. Two things
+are approximate; consider them when reading a result:
 
-- A replayed request continues with its next recorded round, whatever the scheduler let it commit. A live request that
-  committed fewer tokens would draft from an earlier position, usually one where the draft does well.
-- The time of a round depends on B only. Longer texts, and more caches to read for more requests, cost nothing.
-- Drafting takes `SPSCurve.draft_s`, however many requests draft.
+- A shorter block moves the next anchor, and with it the next block. A replayed request takes the block that was
+  recorded where it stands, or last before it.
+- The time of a round depends on B and R only. Longer texts cost nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from ..common.records import RoundRecord
 from .acceptance import AcceptanceHistory
 from .curve import SPSCurve
-from .rules import RoundOutlook, Scheduler, mean_survival
+from .policy import DraftingPolicy
 
 
 PLAIN = "plain"
@@ -31,12 +33,12 @@ PLAIN = "plain"
 
 @dataclass(frozen=True)
 class LoadReport:
-    """The result of one policy with R requests.
+    """The result of one policy with R requests at a time.
 
     Args:
         policy (`str`): Name of the policy.
-        num_requests (`int`): R.
-        num_rounds (`int`): Rounds that were replayed; every request takes part in each.
+        num_requests (`int`): R, most requests at a time.
+        num_rounds (`int`): Rounds of all requests: a round of three requests counts three times.
         num_tokens (`int`): Tokens committed, bonus tokens included, of all requests.
         num_verified (`int`): Tokens that the verification passes carried: drafts, and one anchor per request.
         seconds (`float`): Time of all rounds by the curve.
@@ -62,17 +64,12 @@ class LoadReport:
     @property
     def accepted_length(self) -> float:
         """`float`: Tokens per request and round, bonus token included."""
-        return self.num_tokens / (self.num_rounds * self.num_requests)
+        return self.num_tokens / self.num_rounds
 
     @property
     def verify_length(self) -> float:
         """`float`: Drafts sent per request and round."""
-        return self.num_verified / (self.num_rounds * self.num_requests) - 1
-
-    @property
-    def verified_per_round(self) -> float:
-        """`float`: Mean B."""
-        return self.num_verified / self.num_rounds
+        return self.num_verified / self.num_rounds - 1
 
     @property
     def verified_per_token(self) -> float:
@@ -80,81 +77,69 @@ class LoadReport:
         return self.num_verified / self.num_tokens
 
 
-def simulate_load(
-    rounds: Sequence[Sequence[RoundRecord]],
+def replay(
+    texts: Sequence[Sequence[RoundRecord]],
     curve: SPSCurve,
-    scheduler: Scheduler | None,
-    num_requests: int,
-    num_rounds: int | None = None,
-    policy: str | None = None,
+    policy: DraftingPolicy | None,
+    num_requests: int = 1,
+    max_new_tokens: float = math.inf,
+    request_s: float = 0.0,
+    name: str | None = None,
 ) -> LoadReport:
-    """Replay recorded rounds of `num_requests` concurrent requests under one scheduler.
-
-    In each round the scheduler sees the confidences of the R current records, and the acceptance of each slot in the
-    rounds so far. A request commits `min(num_accepted, verify_length) + 1` tokens, and the round takes
-    `curve.round_s(R + drafts sent)` seconds. The recordings form one ring, in order; the requests start at equal
-    distances on it, and each moves on by one record per round. If there are more requests than records,
-    some replay the same records in step, so record more than you simulate. The module lists what is approximate.
+    """Replay the recorded rounds of texts, `num_requests` at a time; the others take the places of those that end.
 
     Args:
-        rounds (`Sequence[Sequence[RoundRecord]]`):
+        texts (`Sequence[Sequence[RoundRecord]]`):
             The rounds of each recorded text, in order. Every record must be of a full block, see [`full_blocks`].
-        curve (`SPSCurve`): Round times, measured or given.
-        scheduler (`Scheduler`, *optional*):
-            The policy, fresh (it may remember rounds). `None` decodes without drafts, in `curve.verify(R)` seconds.
-        num_requests (`int`): R.
-        num_rounds (`int`, *optional*): Rounds to replay; T without it, in which every request meets every record once.
-        policy (`str`, *optional*): Name for the report; the scheduler's class without it.
+        curve (`SPSCurve`): Round times that the replay charges; the policy schedules by its own.
+        policy (`DraftingPolicy`, *optional*): Fresh (it learns). `None` decodes without drafts.
+        num_requests (`int`, *optional*, defaults to 1): R.
+        max_new_tokens (`float`, *optional*): Most tokens of a text; all that were recorded without it.
+        request_s (`float`, *optional*, defaults to 0.0): Seconds that a pass takes for each request besides its
+            tokens.
+        name (`str`, *optional*): Name for the report; the scheduler's class without it.
 
     Returns:
         [`LoadReport`]
 
     Raises:
         ValueError: If there are no records, a record is not of a full block or has another number of slots than the
-            first, or a count is below 1.
+            first, or `num_requests` is below 1.
 
     Example:
         >>> record = RoundRecord(1, (5, 6), (0.9, 0.8), num_accepted=1, bonus_token=7, num_committed=2)
-        >>> report = simulate_load([[record]], SPSCurve.linear(0.1), FixedScheduler(2), num_requests=4)
+        >>> policy = DraftingPolicy(FixedScheduler(2), num_slots=2)
+        >>> report = replay([[record, record]] * 4, SPSCurve.linear(0.1), policy, num_requests=4)
         >>> report.num_tokens, report.num_verified, report.seconds
-        (8, 12, 2.1)
+        (16, 24, 4.2)
     """
-    confidence, num_accepted = _recording(rounds)
-    num_records = len(num_accepted)
-    num_rounds = num_records if num_rounds is None else num_rounds
-    for name, value in (("num_requests", num_requests), ("num_rounds", num_rounds)):
-        if value < 1:
-            raise ValueError(f"`{name}` must be >= 1, got {value}.")
-    if scheduler is None:
-        seconds, count = num_rounds * curve.verify(num_requests), num_rounds * num_requests
-        return LoadReport(policy or PLAIN, num_requests, num_rounds, count, count, seconds)
-    positions = torch.arange(num_requests) * num_records // num_requests
-    acceptance, num_tokens, num_verified, seconds = _SlotAcceptance(confidence.shape[1]), 0, 0, 0.0
-    for _ in range(num_rounds):
-        lengths = scheduler.verify_lengths(confidence[positions], RoundOutlook(curve, acceptance.survival()))
-        accepted = torch.minimum(num_accepted[positions], lengths)
-        acceptance.observe(accepted, lengths)
-        batch_tokens = num_requests + int(lengths.sum())
-        num_tokens += num_requests + int(accepted.sum())
+    num_slots = _checked_slots(texts)
+    if num_requests < 1:
+        raise ValueError(f"`num_requests` must be >= 1, got {num_requests}.")
+    waiting = [_Text(text, max_new_tokens, policy.new_history() if policy else None) for text in texts if text]
+    running, waiting = waiting[:num_requests], waiting[num_requests:]
+    num_rounds = num_tokens = num_verified = 0
+    seconds = 0.0
+    while running:
+        others_wait = bool(waiting) or math.isinf(max_new_tokens)
+        tokens_left = None if others_wait else [text.num_left for text in running]
+        lengths, is_drafted = _drafts(policy, running, tokens_left, num_slots)
+        batch_tokens = len(running) + sum(lengths)
+        verify_s = curve.verify(batch_tokens) + request_s * len(running)
+        draft_s = curve.for_requests(len(running)).draft_s if is_drafted else 0.0
+        shares = [s / len(running) for s in (draft_s, verify_s, draft_s + verify_s)]
+        records = [text.advance(n, shares, is_drafted) for text, n in zip(running, lengths, strict=True)]
+        if policy is not None:
+            policy.observe([text.history for text in running], records)
+        num_rounds += len(running)
+        num_tokens += sum(record.accepted_length for record in records)
         num_verified += batch_tokens
-        seconds += curve.round_s(batch_tokens)
-        positions = (positions + 1) % num_records
-    return LoadReport(policy or type(scheduler).__name__, num_requests, num_rounds, num_tokens, num_verified, seconds)
-
-
-def sweep(
-    rounds: Sequence[Sequence[RoundRecord]],
-    curve: SPSCurve,
-    schedulers: dict[str, Callable[[], Scheduler | None]],
-    request_counts: Sequence[int],
-    num_rounds: int | None = None,
-) -> list[LoadReport]:  # policy by policy, each in the order of `request_counts`
-    """[`simulate_load`] for every policy and every number of requests."""
-    return [
-        simulate_load(rounds, curve, make_scheduler(), num_requests, num_rounds, policy)
-        for policy, make_scheduler in schedulers.items()
-        for num_requests in request_counts
-    ]
+        seconds += draft_s + verify_s
+        running = [text for text in running if not text.has_ended]
+        free = num_requests - len(running)
+        running, waiting = running + waiting[:free], waiting[free:]
+    name = name or (type(policy.scheduler).__name__ if policy else PLAIN)
+    return LoadReport(name, num_requests, num_rounds, num_tokens, num_verified, seconds)
 
 
 def full_blocks(records: Iterable[RoundRecord], num_slots: int) -> list[RoundRecord]:  # in order
@@ -162,35 +147,63 @@ def full_blocks(records: Iterable[RoundRecord], num_slots: int) -> list[RoundRec
     return [record for record in records if record.is_full_block(num_slots)]
 
 
-class _SlotAcceptance:
-    """Acceptance of each slot given those before it, over all rounds that sent it. A replay mixes its texts, so there
-    is no drift that would need a decaying mean."""
+class _Text:
+    """A request that is replayed."""
 
-    def __init__(self, num_slots: int) -> None:
-        self._slots = torch.arange(num_slots)
-        self._reached, self._accepted = torch.zeros(2, num_slots)
+    def __init__(self, rounds: Sequence[RoundRecord], max_tokens: float, history: AcceptanceHistory | None):
+        self.rounds, self.ends = rounds, list(accumulate(record.accepted_length for record in rounds))
+        self.num_tokens, self.max_tokens, self.history = 0, max_tokens, history
 
-    def observe(self, accepted: torch.Tensor, lengths: torch.Tensor) -> None:
-        self._reached += (torch.minimum(accepted + 1, lengths)[:, None] > self._slots).sum(dim=0)
-        self._accepted += (accepted[:, None] > self._slots).sum(dim=0)
+    @property
+    def block(self) -> RoundRecord:
+        """The block recorded where the text stands, or last before it."""
+        return self.rounds[bisect_right(self.ends, self.num_tokens)]
 
-    def survival(self) -> tuple[float, ...]:
-        weight = AcceptanceHistory.PRIOR_ACCEPTANCE_ROUNDS
-        rates = (self._accepted + weight * AcceptanceHistory.PRIOR_ACCEPTANCE) / (self._reached + weight)
-        return mean_survival(rates.tolist())
+    @property
+    def num_left(self) -> float:
+        """Tokens that the text may still grow by."""
+        return self.max_tokens - self.num_tokens
+
+    @property
+    def has_ended(self) -> bool:
+        return self.num_tokens >= min(self.max_tokens, self.ends[-1])
+
+    def advance(self, num_sent: int, seconds: Sequence[float], is_drafted: bool) -> RoundRecord:
+        """Accept what was accepted of so many drafts."""
+        block = self.block
+        num_accepted = min(block.num_accepted, num_sent)
+        self.num_tokens += num_accepted + 1
+        drafts, confidence = block.token_ids[:num_sent], block.confidence
+        return RoundRecord(
+            block.anchor_id, drafts, confidence, num_accepted, 0, num_accepted + 1, *seconds, drafted=is_drafted
+        )
 
 
-def _recording(rounds: Sequence[Sequence[RoundRecord]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Confidences `(T, g)` and accepted drafts `(T,)`."""
-    records = [record for text in rounds for record in text]
+def _drafts(
+    policy: DraftingPolicy | None, texts: Sequence[_Text], tokens_left: Sequence[float] | None, num_slots: int
+) -> tuple[list[int], bool]:
+    """Drafts that each text sends, and whether any were made."""
+    histories = [text.history for text in texts]
+    if policy is None or not policy.should_draft(histories, tokens_left):
+        return [0] * len(texts), False
+    limits = torch.tensor([min(text.num_left - 1, num_slots) for text in texts]).long()
+    confidence = torch.tensor([text.block.confidence for text in texts])
+    confidence = confidence * (torch.arange(num_slots) < limits[:, None])
+    lengths = policy.verify_lengths(histories, confidence, tokens_left)
+    return torch.minimum(lengths, limits).tolist(), True
+
+
+def _checked_slots(texts: Sequence[Sequence[RoundRecord]]) -> int:
+    """The number of slots of the recorded blocks."""
+    records = [record for text in texts for record in text]
     if not records:
-        raise ValueError("`rounds` must hold at least one record, got none. Record a text with every slot sent.")
+        raise ValueError("`texts` must hold at least one record, got none. Record a text with every slot sent.")
+    num_slots = records[0].verify_length
     for index, record in enumerate(records):
-        refusal = _refusal(record, records[0].verify_length)
+        refusal = _refusal(record, num_slots)
         if refusal is not None:
             raise ValueError(f"Every record must be of a full block; record {index} {refusal}")
-    confidence = torch.tensor([record.confidence for record in records], dtype=torch.float32)
-    return confidence, torch.tensor([record.num_accepted for record in records])
+    return num_slots
 
 
 def _refusal(record: RoundRecord, num_slots: int) -> str | None:

@@ -370,7 +370,7 @@ def test_no_row_is_hurried_while_others_wait(pair, monkeypatch):
         return right(criterion, histories, confidence, tokens_left)
 
     monkeypatch.setattr(AdaptiveConfidenceCriteria, "verify_lengths", spy)
-    draft.generation_config.num_assistant_tokens_schedule = "lookahead"
+    draft.generation_config.num_assistant_tokens_schedule = "confidence"
     prompts = [random_prompt(4, seed=row)[0] for row in range(4)]
     answers = generate_many(target, draft, prompts, max_batch=2, do_sample=False, max_new_tokens=12)
     hurried = [tokens_left is not None for _, tokens_left in seen]

@@ -11,12 +11,10 @@ import torch
 from transformers import LogitsProcessorList
 
 from dspark_hf import SPSCurve, collect_rounds, generate_many
-from dspark_hf.decoding import criterion
+from dspark_hf.decoding.criterion import SCHEDULES
+from dspark_hf.scheduling import policy
 from tests.losslessness.distributions import ALPHA, chi_square_p_value, exact_texts, sampling_pair
 from tests.support.models import TARGET_KINDS, oracle_draft, random_prompt, spread_confidence, tiny_target
-
-
-SCHEDULES = ("constant", "confidence", "capacity", "lookahead", "hardware")
 
 
 def left_padded(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -110,7 +108,7 @@ def test_answers_of_many_prompts_are_theirs_alone(kind, schedule):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_sampled_rows_follow_the_target(schedule, monkeypatch):
     """Texts of three prompts in one batch, some of which end early, against their exact probabilities."""
-    monkeypatch.setattr(criterion, "UNMEASURED", SPSCurve.linear(1e-4, 1e-3))  # drafting pays for hundreds
+    monkeypatch.setattr(policy, "UNMEASURED", SPSCurve.linear(1e-4, 1e-3))  # drafting pays for hundreds
     target, draft = sampling_pair(0.5, noise=0.5)
     spread_confidence(draft)
     draft.generation_config.num_assistant_tokens_schedule = schedule

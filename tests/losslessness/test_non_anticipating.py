@@ -14,19 +14,18 @@ from transformers import StoppingCriteriaList
 
 from dspark_hf import AdaptiveConfidenceCriteria, RoundRecord
 from dspark_hf.decoding import verification
-from dspark_hf.decoding.criterion import SCHEDULES, DraftingOptions, criterion_for
 from dspark_hf.scheduling import (
     CapacityScheduler,
     LookaheadScheduler,
     PrefixScheduler,
     RoundOutlook,
-    SearchScheduler,
     SPSCurve,
     ThresholdScheduler,
 )
 from dspark_hf.scheduling.acceptance import AcceptanceHistory
 from tests.support.closeness import assert_close
-from tests.support.models import oracle_draft, random_prompt, tiny_config, tiny_target
+from tests.support.models import oracle_draft, random_prompt, tiny_target
+from tests.support.searching import SearchingScheduler
 
 
 SPS = (1.0, 0.5, 0.45)  # target steps per second with 1, 2 and 3 tokens
@@ -144,25 +143,16 @@ def test_our_criterion_keeps_the_distribution(monkeypatch, scheduler, curve):
     assert_close(first_token(monkeypatch, lambda c: lengths[0 if c[1] else 1]), [0.7, 0.3])
 
 
-def test_the_search_of_greedy_decoding_would_change_the_distribution(monkeypatch):
-    """Which is why sampling never uses it."""
+def test_a_search_would_change_the_distribution(monkeypatch):
+    """So the tests here can fail."""
     curve = SPSCurve((1, 2, 3), tuple(1 / s for s in SPS))
     outlook = RoundOutlook(curve, (0.8, 0.4))
 
     def search(confidence) -> int:
-        return int(SearchScheduler().verify_lengths(torch.tensor([confidence]), outlook))
+        return int(SearchingScheduler().verify_lengths(torch.tensor([confidence]), outlook))
 
     assert [search(CONFIDENCE[token]) for token in (0, 1)] == [2, 0]
     assert_close(first_token(monkeypatch, search), [0.85, 0.15])
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_sampling_never_searches(schedule):
-    for threshold in (None, 0.5):
-        chosen = criterion_for(DraftingOptions(4, threshold, schedule), tiny_config(), do_sample=True)
-        assert not isinstance(getattr(chosen, "scheduler", None), SearchScheduler)
-    greedy = criterion_for(DraftingOptions(4, None, schedule), tiny_config(), do_sample=False)
-    assert isinstance(getattr(greedy, "scheduler", None), SearchScheduler) == (schedule == "hardware")
 
 
 # The criterion.
@@ -182,7 +172,7 @@ def record(num_accepted: int, confidence=(), num_drafts: int = 4, verify_s: floa
     )
 
 
-def some_past(criterion: AdaptiveConfidenceCriteria, seed: int) -> AcceptanceHistory:
+def experienced(criterion: AdaptiveConfidenceCriteria, seed: int) -> AcceptanceHistory:
     """The history of a request after some rounds of chance, so that nothing is at its prior."""
     rng, history = random.Random(seed), criterion.new_history()
     for _ in range(rng.randint(0, 30)):
@@ -204,7 +194,7 @@ def test_admission_of_a_slot_ignores_later_confidences(scheduler, seed):
         rows = []
         for row in confidence:
             criterion = criterion_with(scheduler, 0.1 + 0.1 * seed)
-            rows.append(criterion.verify_lengths([some_past(criterion, seed)], row[None]))
+            rows.append(criterion.verify_lengths([experienced(criterion, seed)], row[None]))
         return torch.cat(rows)
 
     before = lengths(confidence)

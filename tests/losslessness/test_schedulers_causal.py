@@ -25,13 +25,13 @@ from dspark_hf.scheduling import (
     PrefixScheduler,
     RoundOutlook,
     Scheduler,
-    SearchScheduler,
     SPSCurve,
     ThresholdScheduler,
     mean_survival,
 )
 from tests.losslessness.test_non_anticipating import CONFIDENCE, SPS, first_token
 from tests.support.closeness import assert_close
+from tests.support.searching import SearchingScheduler
 
 
 CAUSAL: dict[str, Callable[[], Scheduler]] = {
@@ -115,7 +115,7 @@ def test_no_slot_depends_on_what_comes_after_it(make, seed):
 
 
 def test_the_search_does_depend_on_it():
-    assert num_leaks(SearchScheduler, seed=0, num_rounds=100)[0] > 20
+    assert num_leaks(SearchingScheduler, seed=0, num_rounds=100)[0] > 20
 
 
 # The paper's appendix A.
@@ -153,13 +153,13 @@ def test_what_is_sent_in_the_appendix():
     assert lengths(CapacityScheduler, [good, good]) == [2, 2]  # 2.52 / 2.222 = 1.134
     assert lengths(CapacityScheduler, [bad, good]) == [0, 0]
     assert lengths(LookaheadScheduler, []) == [2, 1]  # the second slot goes by its own confidence
-    assert lengths(SearchScheduler, []) == [2, 0]
+    assert lengths(SearchingScheduler, []) == [2, 0]
 
 
 @pytest.mark.parametrize("past", PASTS.values(), ids=PASTS)
 def test_search_without_early_stop_changes_the_distribution(monkeypatch, past):
     def length(confidence: tuple[float, float]) -> int:
-        return int(decide(SearchScheduler, [], torch.tensor([confidence]), RoundOutlook(APPENDIX, past)))
+        return int(decide(SearchingScheduler, [], torch.tensor([confidence]), RoundOutlook(APPENDIX, past)))
 
     assert_close(first_token(monkeypatch, length), [0.85, 0.15])
 
@@ -312,6 +312,6 @@ def test_texts_under_the_search_are_not(num_requests, vocab_size, num_slots):
     errors = []
     for _ in range(NUM_SITUATIONS):
         pairs = [some_pair(rng, vocab_size, num_slots) for _ in range(num_requests)]
-        law, _ = joint_law(SearchScheduler, pairs, some_situation(rng, num_requests, num_slots))
+        law, _ = joint_law(SearchingScheduler, pairs, some_situation(rng, num_requests, num_slots))
         errors.append(float((law - plain_law(pairs)).abs().max()))
     assert max(errors) > 1e-3

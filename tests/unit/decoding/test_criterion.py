@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from dspark_hf import AdaptiveConfidenceCriteria, RoundRecord, collect_rounds
 from dspark_hf._compat import LIBRARY_DEFAULTS
 from dspark_hf.decoding.criterion import DraftingOptions, resolve_options
-from dspark_hf.scheduling import LookaheadScheduler, SearchScheduler, SPSCurve
+from dspark_hf.scheduling import LookaheadScheduler, SPSCurve
 from tests.support.models import oracle_draft, random_prompt, tiny_config, tiny_target
 
 
@@ -66,6 +66,8 @@ ERRORS = [
     ({"num_assistant_tokens": True}, "got True"),
     ({"num_assistant_tokens": 2.0}, "got 2.0"),
     ({"num_assistant_tokens_schedule": "heuristic"}, "`num_assistant_tokens_schedule` must be one of"),
+    ({"num_assistant_tokens_schedule": "lookahead"}, "got 'lookahead'. It was replaced by \"hardware\"."),
+    ({"num_assistant_tokens_schedule": "capacity"}, "got 'capacity'. It was replaced by \"hardware\"."),
     ({"assistant_confidence_threshold": 1.5}, "`assistant_confidence_threshold` must lie in [0, 1], got 1.5"),
     ({"assistant_confidence_threshold": -0.1}, "`assistant_confidence_threshold` must lie in [0, 1], got -0.1"),
 ]
@@ -124,11 +126,10 @@ def test_threshold_of_one_sends_nothing():
     assert {length for length, _ in sent(oracle_draft(target), target, assistant_confidence_threshold=1.0)} == {0}
 
 
-@pytest.mark.parametrize("scheduler", [SearchScheduler, LookaheadScheduler])
-def test_the_row_that_would_end_last_gets_more_drafts(scheduler):
+def test_the_row_that_would_end_last_gets_more_drafts():
     """The paces differ, the confidences of the round do not."""
     curve = SPSCurve((1, 2, 12), (1.0, 1.0, 1.5))
-    criterion = AdaptiveConfidenceCriteria(scheduler(), 4, curve=curve, learn_times=False)
+    criterion = AdaptiveConfidenceCriteria(LookaheadScheduler(), 4, curve=curve, learn_times=False)
     histories = [criterion.new_history(), criterion.new_history()]
     # Of one a draft is sent and accepted, of the other nothing is sent: confidences are corrected for neither.
     rounds = [RoundRecord(1, (5,), (1.0,), 1, 2, 2), RoundRecord(1, (), (), 0, 2, 1)]

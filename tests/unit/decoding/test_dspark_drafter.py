@@ -10,7 +10,7 @@ from packaging.version import Version
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 from dspark_hf import DraftProposal, DSparkCandidateGenerator, RoundRecord
-from dspark_hf.scheduling import LookaheadScheduler, SearchScheduler, SPSCurve, ThresholdScheduler
+from dspark_hf.scheduling import LookaheadScheduler, SPSCurve, ThresholdScheduler
 from tests.support.closeness import assert_close, assert_differs
 from tests.support.models import oracle_draft, random_draft, random_prompt, tiny_target, uncached_block
 
@@ -141,8 +141,7 @@ def test_criterion_follows_the_knobs():
     greedy = DSparkCandidateGenerator(target, draft, config)
     config.do_sample = True
     sampling = DSparkCandidateGenerator(target, draft, config)
-    assert isinstance(greedy.criterion.scheduler, SearchScheduler)
-    assert isinstance(sampling.criterion.scheduler, LookaheadScheduler)
+    assert greedy.criterion.scheduler == sampling.criterion.scheduler == LookaheadScheduler()
     slow = RoundRecord(1, (2,), (0.5,), 0, 3, 1, draft_s=5.0, verify_s=9.0, round_s=14.0)
     for generator in (greedy, sampling):
         assert generator.needs_curve

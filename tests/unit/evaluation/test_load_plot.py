@@ -13,7 +13,7 @@ from dspark_hf.scheduling.simulation import LoadReport
 
 
 REPORTS = [
-    LoadReport(policy, n, num_rounds=10, num_tokens=20 * n, num_verified=30 * n, seconds=1.0 + n / 8)
+    LoadReport(policy, n, num_rounds=10 * n, num_tokens=20 * n, num_verified=30 * n, seconds=1.0 + n / 8)
     for policy in ("plain", "look-ahead")
     for n in (1, 4, 16)
 ]

@@ -215,10 +215,10 @@ def test_useless_drafts_are_probed_ever_less():
 
 def test_drafting_ends_when_rounds_do_not_bring_what_the_past_promised():
     """Each round brings 1 token in 1.4 plain steps, eight pseudo-rounds promise 1.75 in 1.4. With a decayed count n of
-    rounds it ends where n + 14 < 0.94 * (1.4 * n + 11.2): from n = 10.99, the fourteenth round."""
+    rounds it ends where n + 14 < 0.92 * (1.4 * n + 11.2): from n = 12.83, the sixteenth round."""
     drafted = decisions(DraftingGate(), 30, outlook(0.5, 0.25))
-    assert drafted[:14] == [True] * 14
-    assert not any(drafted[14:22])
+    assert drafted[:16] == [True] * 16
+    assert not any(drafted[16:24])
 
 
 def test_chance_does_not_close_the_gate():

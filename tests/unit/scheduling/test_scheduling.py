@@ -19,7 +19,6 @@ from dspark_hf.scheduling import (
     PrefixScheduler,
     RoundOutlook,
     Scheduler,
-    SearchScheduler,
     SPSCurve,
     ThresholdScheduler,
     kept_pace,
@@ -368,44 +367,18 @@ def test_lookahead_past_a_long_rise(num_good):
     assert sum(send(LookaheadScheduler(), confidence, curve, [0.9])) == num_good
 
 
-@pytest.mark.parametrize("expected", [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.5, 0.0, 0.0)])
-def test_lookahead_bears_any_past(expected):
-    assert send(LookaheadScheduler(), [[0.0, 0.0, 0.0]], SPSCurve.linear(0.1), expected) == [0]
-    assert send(LookaheadScheduler(), [[1.0, 1.0, 1.0]], SPSCurve.linear(0.1), expected) == [3]
-
-
-# The search, for greedy decoding.
-
-
-def test_search_by_hand():
-    """A cliff of 1 s, then flat. The past has 0.9 a slot, so that 2 s are worth 4.69 tokens, and the cliff 2.343.
-    Behind a bad first draft it sees good ones, and behind a good one bad ones; the look-ahead takes both as the past
-    was."""
+def test_lookahead_expects_of_later_slots_what_the_past_says():
+    """A cliff of 1 s, then flat. The past has 0.9 a slot, so that 2 s are worth 4.69 tokens, and the cliff 2.343: bad
+    slots behind a good first one are sent, good ones behind a bad one are not."""
     curve, expected = SPSCurve((1, 2, 6), (1.0, 2.0, 2.0)), mean_survival([0.9] * 5)
-    assert send(SearchScheduler(), [[0.6, 1.0, 1.0, 1.0, 1.0]], curve, expected) == [5]  # 5 * 0.6 = 3
-    assert send(SearchScheduler(), [[0.9, 0.5, 0.5, 0.5, 0.5]], curve, expected) == [0]  # 1.74
     assert send(LookaheadScheduler(), [[0.5, 1.0, 1.0, 1.0, 1.0]], curve, expected) == [0]  # 0.5 / 0.9 * 3.686
     assert send(LookaheadScheduler(), [[0.9, 0.5, 0.5, 0.5, 0.5]], curve, expected) == [5]
 
 
-@pytest.mark.parametrize(("num_requests", "num_slots"), [(1, 5), (2, 3)])
-def test_search_is_the_best_split_at_its_price(num_requests, num_slots):
-    rng = random.Random(num_requests)
-    counts = set()
-    for _ in range(40):
-        confidence = random_confidence(rng, num_requests, num_slots)
-        curve = jagged_curve(rng, num_requests * (num_slots + 1))
-        expected = mean_survival([rng.uniform(0.3, 1.0) for _ in range(num_slots)])
-        past = torch.tensor([expected] * num_requests)
-        fixed = [tuple((count + r) // num_requests for r in range(num_requests)) for count in range(past.numel() + 1)]
-        price = max(*(rate(past, split, curve) for split in fixed), num_requests / curve.verify(num_requests))
-
-        lengths = send(SearchScheduler(), confidence.tolist(), curve, expected)
-        survival = prefix_survival(confidence)
-        best = max(surplus(survival, split, curve, price) for split in splits(num_requests, num_slots))
-        assert_close(surplus(survival, tuple(lengths), curve, price), best, scale=price)
-        counts.add(sum(lengths))
-    assert len(counts) > 2
+@pytest.mark.parametrize("expected", [(0.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.5, 0.0, 0.0)])
+def test_lookahead_bears_any_past(expected):
+    assert send(LookaheadScheduler(), [[0.0, 0.0, 0.0]], SPSCurve.linear(0.1), expected) == [0]
+    assert send(LookaheadScheduler(), [[1.0, 1.0, 1.0]], SPSCurve.linear(0.1), expected) == [3]
 
 
 # What a token is worth to each request.
@@ -451,13 +424,12 @@ def test_a_text_that_is_about_to_end_has_a_weight():
     assert weights == pytest.approx((1.0, 1.0))
 
 
-@pytest.mark.parametrize("make", [LookaheadScheduler, SearchScheduler])
-def test_drafts_go_where_tokens_are_worth_most(make):
+def test_drafts_go_where_tokens_are_worth_most():
     confidence, curve, expected = torch.full((2, 4), 0.8), SPSCurve.linear(0.25), mean_survival([0.8] * 4)
     lengths = {}
     for weights in (None, (1.0, 1.0), (1.5, 0.5), (0.4, 0.4), (3.0, 0.0)):
         outlook = RoundOutlook(curve, expected, weights)
-        lengths[weights] = make().verify_lengths(confidence, outlook).tolist()
+        lengths[weights] = LookaheadScheduler().verify_lengths(confidence, outlook).tolist()
     assert lengths[None] == lengths[1.0, 1.0]
     assert lengths[1.5, 0.5][0] > lengths[None][0] > lengths[1.5, 0.5][1]
     assert sum(lengths[0.4, 0.4]) < sum(lengths[None])
@@ -467,7 +439,7 @@ def test_drafts_go_where_tokens_are_worth_most(make):
 # What all that rank have in common.
 
 
-@pytest.mark.parametrize("make", [PrefixScheduler, CapacityScheduler, LookaheadScheduler, SearchScheduler])
+@pytest.mark.parametrize("make", [PrefixScheduler, CapacityScheduler, LookaheadScheduler])
 @pytest.mark.parametrize("coarse", [False, True])
 def test_the_likeliest_drafts_are_sent(make, coarse):
     """No draft is left out for one that is less likely, of the same request or of another."""
