@@ -104,6 +104,24 @@ def test_left_padding_is_no_context(num_pads):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("num_pads", [1, 4])
+def test_padding_that_waits_has_no_positions(num_pads):
+    """A padded prompt that is not read at once: what follows it continues its positions, not those of its padding."""
+    target, draft = tiny_target(), random_eagle3()
+    text = random_prompt(9)
+    padded = torch.cat([torch.zeros(1, num_pads, dtype=torch.long), text], dim=1)
+    mask = (torch.arange(9 + num_pads) >= num_pads).long()[None]
+    states = hidden_states(target, text[:, :-1])
+    with_pads = tuple(torch.nn.functional.pad(layer, (0, 0, num_pads, 0)) for layer in states)
+    generator, end = build(target, draft, do_sample=True), num_pads + 5
+    generator.add_context(tuple(layer[:, :end] for layer in with_pads), end, {"attention_mask": mask[:, : end + 1]})
+    generator.add_context(tuple(layer[:, end:] for layer in with_pads), 3, {})
+    assert_close(
+        propose(generator, padded).draft_logits[:, 0], uncached_chain(target, draft, text, 1).draft_logits[:, 0]
+    )
+
+
+@torch.no_grad()
 def test_text_positions_come_first_in_multimodal_ones():
     target, draft = tiny_target(), random_eagle3()
     text = random_prompt(9)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafters of every kind share: the state of a request, its context, and transformers' own protocol.
+
+Legend: R requests, c context tokens of one, k drafts, m captured layers, d hidden, V target vocabulary, D draft
+vocabulary (= V unless reduced).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers.generation import CandidateGenerator
+
+from .._compat import hidden_states_of
+from ..drafts.modeling_dspark import DSparkDraftModel
+from ..drafts.modeling_eagle3 import Eagle3DraftModel
+from ..drafts.position_limits import position_limits
+from ..scheduling.acceptance import AcceptanceHistory
+from ..scheduling.gate import DraftingPause
+from .drafter import CommittedContext, DraftProposal
+from .drafter_inputs import (
+    captured_states,
+    check_hidden_states,
+    context_of_one,
+    drafts_within,
+    end_token_ids,
+    length_to_end,
+    num_prompt_tokens,
+    over_target_vocabulary,
+)
+from .drawing import BlockDrawer, DrawnBlocks, warn_not_finite
+from .processors import mirrored
+
+
+@dataclass
+class DraftingState:
+    """All that a drafter knows of one request, but for the keys and values in its cache."""
+
+    processors: LogitsProcessorList  # mirrored
+    history: AcceptanceHistory | None = None  # None where every draft is sent
+    pause: DraftingPause = field(default_factory=DraftingPause)
+    # Of committed tokens that the draft has not read yet, in parts; padding is left out.
+    context: list[torch.Tensor] = field(default_factory=list)  # each [1, c, m * d]
+    positions: list[torch.Tensor] = field(default_factory=list)  # each [1, c]
+    anchor_position: torch.Tensor | None = None  # [1, 1]; None before the prompt was read
+
+    @property
+    def num_waiting(self) -> int:
+        """Context tokens the draft has not read yet."""
+        return sum(part.shape[1] for part in self.context)
+
+
+class BaseDrafter(CandidateGenerator):
+    """Drafts for one `generate` call, driven by our loop or, through `CandidateGenerator`, by the stock one."""
+
+    requires_model_outputs = True
+    kind: str  # of the drafts, for messages
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DSparkDraftModel | Eagle3DraftModel,
+        generation_config: GenerationConfig,  # the call's prepared config (`do_sample`, `max_length`, EOS)
+    ):
+        self.draft = draft
+        self._target_name = type(target).__name__
+        self.binding = draft.bind_target(target)
+        self.do_sample = bool(generation_config.do_sample)
+        self.max_length = generation_config.max_length
+        layers = generation_config.output_hidden_states or hidden_states_of(draft.config.target_layer_ids)
+        self.model_kwargs_overrides = {"output_hidden_states": layers}
+        self._requests: list[DraftingState] = []
+        self._draft_token_ids = draft.draft_token_ids()
+        self._end_ids = end_token_ids(generation_config)
+        self._position_limits = position_limits(target)
+
+    def _new_state(self, processors: LogitsProcessorList | None) -> DraftingState:
+        """The state of a request that begins."""
+        return DraftingState(mirrored(processors or LogitsProcessorList()))
+
+    def _num_cached(self) -> int:
+        """Context tokens of the first request that the draft has read."""
+        raise NotImplementedError
+
+    # Context
+
+    def check_hidden_states(self, hidden_states: tuple[torch.Tensor, ...] | None) -> None:
+        """Reject a target that does not return the hidden states the draft reads."""
+        config = self.draft.config
+        check_hidden_states(
+            hidden_states, config.target_layer_ids, config.hidden_size, self._target_name, kind=self.kind
+        )
+
+    def read(self, context: CommittedContext) -> None:
+        """Read the target's hidden states of the tokens just committed, the new anchors excluded."""
+        draft, num_tokens = self.draft, max(span.rows.stop for span in context.spans)
+        layer_ids = draft.config.target_layer_ids
+        captured = captured_states(context.hidden_states, layer_ids, num_tokens, draft.device, draft.dtype)
+        for span in context.spans:
+            request, states, positions = self._requests[span.request], captured[:, span.rows], span.positions
+            positions, request.anchor_position = positions.to(draft.device).split([states.shape[1], 1], dim=1)
+            if span.keep is not None:
+                keep = span.keep.to(draft.device)
+                states, positions = states[:, keep], positions[:, keep]
+            request.context.append(states)
+            request.positions.append(positions)
+
+    def add_context(
+        self,
+        hidden_states: tuple[torch.Tensor, ...],  # the target's, indexed by layer; each [1, >= num_tokens, d]
+        num_tokens: int,  # leading rows to take: the whole prompt at first, then `num_accepted + 1`
+        model_kwargs: dict[str, Any],  # the loop's, grown to the anchor: `position_ids`, `attention_mask`
+    ) -> None:
+        """[`read`] after a pass over one request, as the stock loop and tools run it."""
+        (request,) = self._requests
+        num_before, is_prompt = self._num_cached() + request.num_waiting, request.anchor_position is None
+        self.read(context_of_one(hidden_states, num_tokens, model_kwargs, num_before, is_prompt))
+
+    # Proposals
+
+    def propose(
+        self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None = None, others_wait: bool = False
+    ) -> list[DraftProposal]:
+        """Draft after each text; see [`Drafter`]."""
+        raise NotImplementedError
+
+    def _tokens_left(self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None) -> Sequence[int]:
+        """Tokens that each text may still grow by; what the call's `max_length` leaves unless the caller says it."""
+        return limits if limits is not None else [self.max_length - text.shape[1] for text in texts]
+
+    def _slots(self, texts: Sequence[torch.Tensor], tokens_left: Sequence[int], most: int) -> list[int]:
+        """Drafts that each request may make in this round, at most `most`; none while it pauses."""
+        slots = []
+        for request, text, left in zip(self._requests, texts, tokens_left, strict=True):
+            # The target adds one token itself, so a draft at the last free position could never be kept.
+            wanted = max(0, min(most, left - 1))
+            allowed = drafts_within(self._position_limits, wanted, text, request.anchor_position)
+            slots.append(allowed if allowed and request.pause.passes() else 0)
+        return slots
+
+    def _drawer(self, texts: Sequence[torch.Tensor], slots: Sequence[int]) -> BlockDrawer:
+        processors, vocab_size = [request.processors for request in self._requests], self.draft.config.vocab_size
+        return BlockDrawer(texts, processors, slots, self.do_sample, vocab_size, self._draft_token_ids)
+
+    def _until_end(self, drawn: DrawnBlocks, lengths: Sequence[int]) -> list[int]:
+        """Blocks end with the text."""
+        if not self._end_ids:
+            return list(lengths)
+        blocks = zip(drawn.token_ids.tolist(), lengths, strict=True)
+        return [length_to_end(ids[:length], self._end_ids) for ids, length in blocks]
+
+    def _note_failures(self, drawn: DrawnBlocks, slots: Sequence[int], has_failed: Sequence[bool]) -> None:
+        """Pause requests whose logits are not finite from the first slot on, or which have failed otherwise."""
+        if any(drawn.overflowed):
+            warn_not_finite(self.draft, "logits")
+        blocks = zip(self._requests, slots, drawn.overflowed, drawn.lengths, has_failed, strict=True)
+        for request, num_slots, overflowed, length, failed in blocks:
+            if num_slots:
+                request.pause.observe(failed or (overflowed and length == 0))
+
+    def _proposal(
+        self,
+        text: torch.Tensor,  # [1, s]
+        drawn: DrawnBlocks,
+        row: int,
+        length: int,
+        confidence: tuple[float, ...] = (),
+        drafted: bool = True,
+    ) -> DraftProposal:
+        """The first drafts of a request, on the device of its text."""
+        block, q = (slice(row, row + 1), slice(length)), None
+        if drawn.draft_logits is not None:
+            vocab_size = self.draft.config.vocab_size
+            q = over_target_vocabulary(drawn.draft_logits[block], self._draft_token_ids, vocab_size).to(text.device)
+        return DraftProposal(drawn.token_ids[block].to(text.device), q, confidence, drafted)
+
+    # transformers' protocol
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,  # [1, s]
+        model_kwargs: dict[str, Any],
+        model_outputs: Any,  # outputs of the target's last forward; None at first
+        is_first_iteration: bool,
+        n_last_matches: int,
+        **_: Any,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:  # ids [1, s + k] and logits [1, k, V], or None when greedy
+        """transformers' protocol: the text with drafts appended, and the drafts' logits."""
+        if is_first_iteration:
+            return input_ids, None
+        hidden_states = model_outputs.hidden_states
+        self.check_hidden_states(hidden_states)
+        is_prompt = self._requests[0].anchor_position is None
+        num_tokens = num_prompt_tokens(hidden_states) if is_prompt else int(n_last_matches) + 1
+        self.add_context(hidden_states, num_tokens, model_kwargs)
+        (proposal,) = self.propose([input_ids])
+        logits = proposal.draft_logits if proposal.token_ids.shape[1] else None
+        return torch.cat([input_ids, proposal.token_ids], dim=1), logits
+
+    def update_candidate_strategy(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
+    ) -> None:
+        """transformers' protocol; the stock loop does not time its rounds, so nothing is learned from it."""
