@@ -123,10 +123,8 @@ def _logit_factor(text_config: PreTrainedConfig) -> float:
         value = getattr(text_config, field, None)
         if isinstance(value, (int, float)):  # MPT keeps a word in a field of that name, and does not read it
             factor *= value
-    scaling = getattr(text_config, "logits_scaling", None)  # Granite divides by it, HyperCLOVA X multiplies
-    if scaling:
-        factor = factor * scaling if "hyperclovax" in text_config.model_type else factor / scaling
-    return float(factor)
+    scaling = getattr(text_config, "logits_scaling", None)  # Granite; a family that multiplies by it is measured
+    return float(factor / scaling if scaling else factor)
 
 
 def _compare_embedding(embed_tokens: nn.Module, sample: dict[int, torch.Tensor], name: str) -> None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..drafts.target_probe import random_state_kept
+from ..drafts.target_structure import longest_position
 from ..scheduling.curve import SPSCurve
 from .timed_rounds import NEW_CONTEXT, BatchRounds, SingleRounds, text_config
 
@@ -86,12 +87,8 @@ def measure_curves(
         raise ValueError(f"`num_requests` must be >= 1, got {num_requests}.")
     draft.bind_target(target)
     points = batch_points(draft.config.num_draft_slots, num_requests)
-    longest = getattr(text_config(target), "max_position_embeddings", None)
-    limit = (
-        max(NEW_CONTEXT, longest - draft.config.num_draft_slots - 1)
-        if isinstance(longest, int)
-        else max(context_lengths)
-    )
+    longest = longest_position(text_config(target))
+    limit = max(context_lengths) if longest is None else max(NEW_CONTEXT, longest - draft.config.num_draft_slots - 1)
     lengths = sorted({min(length, limit) for length in context_lengths})
     share_s = budget_s / len(lengths) if budget_s is not None else None
     with torch.no_grad(), random_state_kept(target, draft):

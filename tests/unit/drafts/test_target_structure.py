@@ -125,6 +125,8 @@ def test_geometry_under_every_name(name):
         ("GPTNeoX", {"layer_norm_eps": 3e-5, "max_position_embeddings": 100}, 3e-5, 100),
         ("Cohere2Moe", {"layer_norm_eps": 3e-5, "max_position_embeddings": 100}, 3e-5, 100),
         ("Bloom", {"layer_norm_epsilon": 3e-5}, 3e-5, None),
+        ("Bloom", {"layer_norm_epsilon": 3e-5, "seq_length": 100}, 3e-5, None),
+        ("Bloom", {"layer_norm_epsilon": 3e-5, "max_target_positions": 100}, 3e-5, 100),
         ("OPT", {"max_position_embeddings": 100}, None, 100),
     ],
 )
