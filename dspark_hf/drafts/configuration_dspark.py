@@ -8,18 +8,28 @@ from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .configuration_draft import FLAG, INTEGER, NAME, DraftConfig, check_size, check_types
 from .target_structure import full_attention_layer, full_attention_rope, longest_position, norm_epsilon
 
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 LAYER_KINDS = ("qwen3", "gemma4")
+_TYPES = {
+    "mask_token_id": INTEGER,
+    "sliding_window": INTEGER,
+    "sample_from_anchor": FLAG,
+    "enable_confidence_head": FLAG,
+    "confidence_head_with_markov": FLAG,
+    "sliding_window_non_causal": FLAG,
+    "attention_k_eq_v": FLAG,
+    "layer_kind": NAME,
+    "layer_types": ((list, tuple), "a list"),
+}
 
 
-class DSparkConfig(PreTrainedConfig):
+class DSparkConfig(DraftConfig):
     """Configuration of a [`DSparkDraftModel`].
 
     Widths, vocabulary and RoPE describe the draft; its hidden size and vocabulary are those of its target, whose
@@ -90,20 +100,7 @@ class DSparkConfig(PreTrainedConfig):
 
     model_type = "dspark_draft"
 
-    vocab_size: int = 151936
-    hidden_size: int = 2560
-    intermediate_size: int = 9728
     num_hidden_layers: int = 5
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    hidden_act: str = "silu"
-    max_position_embeddings: int = 40960
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
-    rope_parameters: dict | None = None
-    attention_bias: bool = False
-    attention_dropout: float = 0.0
     layer_kind: str = "qwen3"
     attention_k_eq_v: bool = False
     layer_types: list[str] | None = None
@@ -116,39 +113,25 @@ class DSparkConfig(PreTrainedConfig):
 
     block_size: int = 7
     mask_token_id: int | None = None
-    target_layer_ids: list[int] | None = None
-    num_target_layers: int | None = None
     sample_from_anchor: bool = True
     markov_rank: int = 256
     markov_head_type: str = "vanilla"
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True
-    draft_vocab_size: int | None = None
-    target_name_or_path: str | None = None
-    training_info: dict | None = None
     confidence_temperatures: list[float] | None = None
     acceptance_prior: list[float] | None = None
     calibration_info: dict | None = None
 
     def __post_init__(self, **kwargs):
-        _check_types(self)
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        if self.head_dim is None and self.num_attention_heads:
-            self.head_dim = self.hidden_size // self.num_attention_heads
+        check_types(self, _TYPES)
+        check_size(self, "num_hidden_layers")  # before a list of that length is made
         if self.layer_types is None:
             self.layer_types = ["full_attention"] * self.num_hidden_layers
-        if self.draft_vocab_size == self.vocab_size:
-            self.draft_vocab_size = None  # the whole vocabulary: the target's own LM head serves
         super().__post_init__(**kwargs)
-        # transformers builds a config without arguments to find what differs from the defaults, so the two fields that
-        # have no sound default are checked by the model (`require_target_fields`), everything else here.
         _check_layer_kind(self)
-        _check_geometry(self)
+        _check_block(self)
         _check_heads(self)
         _check_calibration(self)
-        if self.target_layer_ids is not None:
-            _check_target_layer_ids(self)
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"`mask_token_id` must be a row of the target's embedding, in [0, {self.vocab_size}), got "
@@ -194,23 +177,6 @@ class DSparkConfig(PreTrainedConfig):
         """`int`: Drafts that one block proposes: `block_size`, or one less where slot 0 repeats the anchor."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
-    def require_target_fields(self) -> None:
-        """Check the two fields that define what the draft reads from its target and that cannot be guessed.
-
-        Raises:
-            ValueError: If `mask_token_id` or `target_layer_ids` is missing.
-        """
-        for name, why in (
-            ("mask_token_id", "the embedding row that stands for 'to be drafted'"),
-            ("target_layer_ids", "the target layers whose hidden states the draft reads"),
-        ):
-            if getattr(self, name) is None:
-                raise ValueError(
-                    f"`{name}` must be set, got None: {why}. No formula recovers it, and a wrong guess silently drops "
-                    "the accepted length to 1. Set it in the draft's config.json to the value the draft was trained "
-                    "with."
-                )
-
 
 def spread_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:  # ascending
     """Layer ids spread evenly over a target's depth, from the second layer to the third last; never the last."""
@@ -227,40 +193,6 @@ def spread_layer_ids(num_target_layers: int, num_taps: int) -> list[int]:  # asc
     return [round(first + i * (last - first) / (num_taps - 1)) for i in range(num_taps)]
 
 
-def _check_types(config: DSparkConfig) -> None:
-    """Reject values of types that the checks below cannot compare."""
-    integers = ("mask_token_id", "draft_vocab_size", "sliding_window", "num_target_layers")
-    flags = (
-        "sample_from_anchor",
-        "enable_confidence_head",
-        "confidence_head_with_markov",
-        "sliding_window_non_causal",
-        "attention_bias",
-        "attention_k_eq_v",
-    )
-    kinds = (
-        (integers, (int,), "an integer"),
-        (flags, (bool,), "true or false"),
-        (("rms_norm_eps",), (int, float), "a number"),
-        (("hidden_act", "layer_kind"), (str,), "a name"),
-        (("layer_types",), (list, tuple), "a list"),
-        (("rope_parameters",), (dict,), "a dictionary"),
-    )
-    for names, allowed, wanted in kinds:
-        for name in names:
-            value = getattr(config, name)
-            if value is not None and type(value) not in allowed:
-                raise ValueError(f"`{name}` must be {wanted}, got {value!r}. Set it in the draft's config.json.")
-    if type(config.num_hidden_layers) is not int:  # before lists of that length are made
-        _check_size(config, "num_hidden_layers")
-
-
-def _check_size(config: DSparkConfig, name: str) -> None:
-    value = getattr(config, name)
-    if type(value) is not int or value < 1:
-        raise ValueError(f"`{name}` must be an integer >= 1, got {value!r}. Set it in the draft's config.json.")
-
-
 def _check_layer_kind(config: DSparkConfig) -> None:
     if config.layer_kind not in LAYER_KINDS:
         raise ValueError(f"`layer_kind` must be one of {LAYER_KINDS}, got {config.layer_kind!r}.")
@@ -273,51 +205,14 @@ def _check_layer_kind(config: DSparkConfig) -> None:
             f"`attention_k_eq_v=True` needs `layer_kind='gemma4'`, got {config.layer_kind!r}: other layers have their "
             "own value projection."
         )
-    if config.hidden_act not in ACT2FN:
-        raise ValueError(
-            f"`hidden_act` must be an activation that transformers knows, got {config.hidden_act!r}. Set it in the "
-            "draft's config.json."
-        )
-    if not 0 < config.rms_norm_eps < 1:
-        raise ValueError(
-            f"`rms_norm_eps` must lie in (0, 1), got {config.rms_norm_eps}. Set it in the draft's config.json."
-        )
-    rope = config.rope_parameters or {}
-    rope_type, theta = rope.get("rope_type", "default"), rope.get("rope_theta", 1.0)
-    is_known = isinstance(rope_type, str) and rope_type in {"default", *ROPE_INIT_FUNCTIONS}
-    if not is_known or type(theta) not in (int, float) or not theta > 0:
-        raise ValueError(
-            "`rope_parameters` must have a `rope_type` that transformers knows and a positive number as `rope_theta`, "
-            f"got {rope}. Set it in the draft's config.json."
-        )
 
 
-def _check_geometry(config: DSparkConfig) -> None:
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ):
-        _check_size(config, name)
-    if config.head_dim % 2:
-        raise ValueError(
-            f"`head_dim` must be even, since RoPE rotates its entries in pairs, got {config.head_dim}. Set "
-            "`head_dim`, or another number of heads."
-        )
+def _check_block(config: DSparkConfig) -> None:
     smallest_block = 1 if config.sample_from_anchor else 2
     if type(config.block_size) is not int or config.block_size < smallest_block:
         raise ValueError(
             f"`block_size` must be >= {smallest_block} with `sample_from_anchor={config.sample_from_anchor}`, got "
             f"{config.block_size!r}. Set it in the draft's config.json to the block the draft was trained with."
-        )
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(
-            f"`num_attention_heads` must be a multiple of `num_key_value_heads`, got {config.num_attention_heads} and "
-            f"{config.num_key_value_heads}."
         )
     if len(config.layer_types) != config.num_hidden_layers or any(t not in LAYER_TYPES for t in config.layer_types):
         raise ValueError(
@@ -340,10 +235,6 @@ def _check_heads(config: DSparkConfig) -> None:
             "`confidence_head_with_markov=True` needs the sequential head's token embedding, but `markov_rank` is 0. "
             "Set `confidence_head_with_markov=False`, or a `markov_rank` >= 1."
         )
-    if config.draft_vocab_size is not None and not 1 <= config.draft_vocab_size < config.vocab_size:
-        raise ValueError(
-            f"`draft_vocab_size` must lie in [1, vocab_size={config.vocab_size}], got {config.draft_vocab_size}."
-        )
 
 
 def _check_calibration(config: DSparkConfig) -> None:
@@ -361,19 +252,4 @@ def _check_per_slot(config: DSparkConfig, name: str, allowed: str, is_allowed: C
         raise ValueError(
             f"`{name}` must be a list of {count} numbers, one for each draft slot and each {allowed}, got {values!r}. "
             "Calibrate the draft again, or remove the field from its config.json."
-        )
-
-
-def _check_target_layer_ids(config: DSparkConfig) -> None:
-    ids = config.target_layer_ids
-    if not isinstance(ids, (list, tuple)) or not ids or not all(isinstance(i, int) for i in ids):
-        raise ValueError(f"`target_layer_ids` must be a non-empty list of integers, got {ids!r}.")
-    if len(set(ids)) != len(ids):
-        raise ValueError(f"`target_layer_ids` must not repeat a layer, got {ids}.")
-    if min(ids) < -1:
-        raise ValueError(f"`target_layer_ids` must be >= -1 (-1: the embedding output), got {ids}.")
-    if config.num_target_layers is not None and max(ids) >= config.num_target_layers - 1:
-        raise ValueError(
-            f"`target_layer_ids` must lie below the target's last layer {config.num_target_layers - 1}, got {ids}: "
-            "transformers returns the last layer's output after the final norm, which no draft was trained on."
         )

@@ -3,43 +3,10 @@
 
 from __future__ import annotations
 
-import copy
-import os
-from typing import Any
-
-from transformers import PreTrainedConfig
-
-from . import formats
-from .configuration_dspark import DSparkConfig
-from .formats import eagle3 as layout
-from .formats.agreement import check_agrees, given, wrong_types_in_words
-from .formats.files import read_config_file
+from .configuration_draft import DraftConfig
 
 
-# Fields that mean the same in a DSpark draft, and obey the same rules.
-_SHARED_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "rope_parameters",
-    "attention_bias",
-    "attention_dropout",
-    "target_layer_ids",
-    "num_target_layers",
-    "draft_vocab_size",
-    "target_name_or_path",
-)
-
-
-class Eagle3Config(PreTrainedConfig):
+class Eagle3Config(DraftConfig):
     """Configuration of an [`Eagle3DraftModel`].
 
     Hidden size and vocabulary are those of the target, whose embedding and LM head the draft shares.
@@ -80,34 +47,11 @@ class Eagle3Config(PreTrainedConfig):
         7
     """
 
-    model_type = layout.MODEL_TYPE
-
-    vocab_size: int = 151936
-    hidden_size: int = 2560
-    intermediate_size: int = 9728
-    num_hidden_layers: int = 1
-    num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    hidden_act: str = "silu"
-    max_position_embeddings: int = 40960
-    initializer_range: float = 0.02
-    rms_norm_eps: float = 1e-6
-    rope_parameters: dict | None = None
-    attention_bias: bool = False
-    attention_dropout: float = 0.0
+    model_type = "eagle3_draft"
 
     ttt_length: int = 7
-    target_layer_ids: list[int] | None = None
-    num_target_layers: int | None = None
-    draft_vocab_size: int | None = None
-    target_name_or_path: str | None = None
-    training_info: dict | None = None
 
     def __post_init__(self, **kwargs):
-        checked = as_dspark(self)
-        for name in ("num_key_value_heads", "head_dim", "draft_vocab_size"):
-            setattr(self, name, getattr(checked, name))
         super().__post_init__(**kwargs)
         if self.num_hidden_layers != 1:
             raise ValueError(
@@ -124,29 +68,3 @@ class Eagle3Config(PreTrainedConfig):
     def num_draft_slots(self) -> int:
         """`int`: Drafts of a round, unless `num_assistant_tokens` says otherwise."""
         return self.ttt_length
-
-
-def as_dspark(config: Eagle3Config) -> DSparkConfig:
-    """The fields shared with a DSpark draft, to apply the rules that hold for both."""
-    fields = {name: copy.deepcopy(getattr(config, name)) for name in _SHARED_FIELDS}
-    no_heads = {"markov_rank": 0, "enable_confidence_head": False}
-    # No mask token is ever used; every embedding has row 0.
-    return DSparkConfig(**fields, **no_heads, block_size=1, mask_token_id=0)
-
-
-def read_config(
-    name_or_path: str | os.PathLike, load_arguments: dict[str, Any], stated: dict[str, Any] | None = None
-) -> Eagle3Config:
-    """The configuration of an Eagle3 checkpoint."""
-    return convert_config(read_config_file(name_or_path, load_arguments), str(name_or_path), stated)
-
-
-def convert_config(config: dict[str, Any], source: str, stated: dict[str, Any] | None = None) -> Eagle3Config:
-    """Translate a config.json."""
-    stated = given(stated)
-    with wrong_types_in_words(source):
-        if formats.is_dspark(config):
-            raise ValueError(f"{source} is a DSpark draft. Load it with DSparkDraftModel.from_pretrained.")
-        ours = Eagle3Config.from_dict(layout.to_fields(config, source, stated))
-    check_agrees(ours, stated, source)
-    return ours

@@ -7,13 +7,11 @@ layers, V target vocabulary, D draft vocabulary (= V unless reduced).
 
 from __future__ import annotations
 
-import os
 import re
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
@@ -26,8 +24,8 @@ from .configuration_dspark import DSparkConfig
 from .draft_cache import DraftCache, block_mask
 from .formats.files import OLD_PREFIX
 from .heads import ConfidenceHead, build_sequential_head
-from .pretrained import load_checked, save_with_knobs
-from .target_binding import TargetBinding, bind
+from .modeling_draft import DraftModel
+from .target_binding import TargetBinding
 
 
 class DSparkAttention(nn.Module):
@@ -205,19 +203,15 @@ def rms_norm(config: DSparkConfig, width: int) -> nn.Module:
     return norm_class(width, eps=config.rms_norm_eps)
 
 
-class DSparkPreTrainedModel(PreTrainedModel):
+class DSparkPreTrainedModel(DraftModel):
     """Loading, saving and initialising of DSpark drafts."""
 
     config_class = DSparkConfig
-    base_model_prefix = ""
     main_input_name = "noise_embeds"
-    input_modalities = ("text",)
     supports_gradient_checkpointing = True
     _no_split_modules = ["DSparkDecoderLayer", "DSparkGemma4DecoderLayer"]
-    _supports_sdpa = True
-    _supports_attention_backend = True
-    # Frozen copies of the target's tensors in published drafts; the target's own are used.
-    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\.", r"^verifier_", r"^t2d$"]
+    _open_fields = formats.OPEN_FIELDS
+    _key_mapping = {f"^{re.escape(OLD_PREFIX)}": ""}
 
 
 class DSparkDraftModel(DSparkPreTrainedModel):
@@ -238,8 +232,6 @@ class DSparkDraftModel(DSparkPreTrainedModel):
 
     def __init__(self, config: DSparkConfig):
         super().__init__(config)
-        config.require_target_fields()
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = rms_norm(config, config.hidden_size)
         layer_class = DSparkGemma4DecoderLayer if config.layer_kind == "gemma4" else DSparkDecoderLayer
         self.layers = nn.ModuleList([layer_class(config, i) for i in range(config.num_hidden_layers)])
@@ -247,34 +239,18 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.markov_head = build_sequential_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
-        self.lm_head = None
-        if config.draft_vocab_size is not None:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        # `None` means "not set by the user": transformers' merged defaults never reach this object.
-        self.generation_config = GenerationConfig()
-        # Rows of a target embedding from the checkpoint, to recognise a wrong target; not saved.
-        self.embedding_sample: dict[int, torch.Tensor] = {}
         self.post_init()
 
-    def get_input_embeddings(self) -> None:
-        """The draft owns no embedding: it is the target's."""
-        return None
-
     def bind_target(self, target: PreTrainedModel) -> TargetBinding:
-        """Check that this draft fits `target`, and bind the modules they share. Stores nothing on either.
-
-        Args:
-            target (`PreTrainedModel`): The model to speed up.
-
-        Returns:
-            [`TargetBinding`]
-
-        Raises:
-            NotImplementedError: If the target is no decoder-only language model.
-            ValueError: If the two do not fit (hidden size, vocabulary, layers, mask token).
-        """
-        return bind(target, self.config, self.embedding_sample)
+        """See [`DraftModel.bind_target`]; the mask token must be a row of the target's embedding."""
+        binding = super().bind_target(target)
+        num_rows = getattr(binding.embed_tokens, "num_embeddings", self.config.vocab_size)
+        if self.config.mask_token_id >= num_rows:
+            raise ValueError(
+                f"`mask_token_id` must be a row of the target's embedding, which has {num_rows}, got "
+                f"{self.config.mask_token_id}. The draft was made for another target, or for one with added tokens."
+            )
+        return binding
 
     def forward(
         self,
@@ -311,79 +287,3 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         if cache is not None:
             cache.commit()
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
-
-    def base_logits(self, hidden: torch.Tensor, binding: TargetBinding) -> torch.Tensor:
-        """U_k: logits before the transition bias, over the draft vocabulary.
-
-        Args:
-            hidden (`torch.Tensor` of shape `(..., d)`): Slots after the final norm.
-            binding (`TargetBinding`): From [`bind_target`].
-
-        Returns:
-            `torch.Tensor` of shape `(..., D)`.
-        """
-        if self.lm_head is None:
-            return binding.logits(hidden)
-        return binding.scale(self.lm_head(binding.before_head(hidden)))
-
-    def draft_token_ids(self) -> torch.Tensor | None:
-        """Target ids of a reduced draft vocabulary.
-
-        Returns:
-            `torch.LongTensor` of shape `(D,)`, or `None` where the draft vocabulary is the target's.
-        """
-        if self.lm_head is None:
-            return None
-        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike, *model_args: Any, config: Any = None, **kwargs: Any
-    ) -> DSparkDraftModel:
-        """Load a draft, from the Hub or a folder: our own layout, DeepSpec's, speculators', z-lab's or SpecForge's.
-
-        Arguments are those of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...), and
-        the fields of [`DSparkConfig`] that published files leave open; the error of a file that does so names the one.
-
-        Args:
-            pretrained_model_name_or_path (`str` or `os.PathLike`): Hub id or folder.
-            config (`DSparkConfig`, *optional*): Overrides the configuration in the checkpoint.
-            kwargs (`Any`):
-                As above. The fields are `sample_from_anchor`, `sliding_window_non_causal`, `mask_token_id`,
-                `target_layer_ids`, `block_size`, `markov_rank`, `markov_head_type`, `enable_confidence_head` and
-                `confidence_head_with_markov`.
-
-        Returns:
-            [`DSparkDraftModel`], in eval mode, with every tensor loaded.
-
-        Raises:
-            ValueError: If the folder holds no draft, or its weights are unreadable, incomplete or do not fit the
-                config, or the config leaves a field open or contradicts an argument.
-            NotImplementedError: If the format is known but cannot be used here; the message says what serves it.
-        """
-        pretrained_model_name_or_path = os.path.expanduser(pretrained_model_name_or_path)
-        stated = {name: kwargs.pop(name) for name in formats.OPEN_FIELDS if name in kwargs}
-        if not isinstance(config, DSparkConfig):
-            config = formats.read_config(pretrained_model_name_or_path, kwargs, stated)
-        elif stated:
-            raise ValueError(f"`config` says everything, so {sorted(stated)} cannot be given as well.")
-        kwargs.setdefault("key_mapping", {f"^{re.escape(OLD_PREFIX)}": ""})
-        load = super().from_pretrained
-        return load_checked(load, pretrained_model_name_or_path, model_args, config, kwargs)
-
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,
-        *,
-        push_to_hub: bool = False,
-        repo_id: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Save weights, config and the generation knobs in our own layout. The target's tensors are not among them.
-
-        Args:
-            save_directory (`str` or `os.PathLike`): Folder to write to; other arguments as in `PreTrainedModel`.
-            push_to_hub (`bool`, *optional*, defaults to `False`): Upload the folder afterwards.
-            repo_id (`str`, *optional*): Hub id to upload to; the folder's name by default.
-        """
-        save_with_knobs(self, super().save_pretrained, save_directory, push_to_hub, repo_id, kwargs)

@@ -11,21 +11,18 @@ vocabulary (= V unless reduced).
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import torch
 from torch import nn
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from .attention import eager_attention
-from .configuration_eagle3 import Eagle3Config, as_dspark, read_config
+from .configuration_eagle3 import Eagle3Config
+from .modeling_draft import DraftModel
 from .modeling_dspark import DSparkMLP, apply_rope
-from .pretrained import load_checked, save_with_knobs
-from .target_binding import TargetBinding, bind
+from .target_binding import TargetBinding
 
 
 class Eagle3Attention(nn.Module):
@@ -108,7 +105,7 @@ class Eagle3DecoderLayer(nn.Module):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-class Eagle3DraftModel(PreTrainedModel):
+class Eagle3DraftModel(DraftModel):
     """An Eagle3 draft: projection of the target's hidden states, one layer, norm.
 
     It cannot run alone: the embedding and, unless the draft vocabulary is reduced, the LM head are its target's.
@@ -125,50 +122,15 @@ class Eagle3DraftModel(PreTrainedModel):
     """
 
     config_class = Eagle3Config
-    base_model_prefix = ""
     main_input_name = "inputs_embeds"
-    input_modalities = ("text",)
     _no_split_modules = ["Eagle3DecoderLayer"]
-    _supports_sdpa = True
-    _supports_attention_backend = True
-    # Frozen copies of the target's tensors in published drafts; the target's own are used.
-    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.", r"^lm_head\.", r"^t2d$"]
 
     def __init__(self, config: Eagle3Config):
         super().__init__(config)
-        as_dspark(config).require_target_fields()
-        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([Eagle3DecoderLayer(config)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
-        self.lm_head = None
-        if config.draft_vocab_size is not None:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        # `None` means "not set by the user": transformers' merged defaults never reach this object.
-        self.generation_config = GenerationConfig()
-        # Rows of a target embedding from the checkpoint, to recognise a wrong target; not saved.
-        self.embedding_sample: dict[int, torch.Tensor] = {}
         self.post_init()
-
-    def get_input_embeddings(self) -> None:
-        """The draft owns no embedding: it is the target's."""
-        return None
-
-    def bind_target(self, target: PreTrainedModel) -> TargetBinding:
-        """Check that this draft fits `target`, and bind the modules they share. Stores nothing on either.
-
-        Args:
-            target (`PreTrainedModel`): The model to speed up.
-
-        Returns:
-            [`TargetBinding`]
-
-        Raises:
-            NotImplementedError: If the target is no decoder-only language model.
-            ValueError: If the two do not fit (hidden size, vocabulary, layers).
-        """
-        return bind(target, as_dspark(self.config), self.embedding_sample)
 
     def project(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states as the layer reads them, from those of the target.
@@ -220,67 +182,4 @@ class Eagle3DraftModel(PreTrainedModel):
         Returns:
             `torch.Tensor` of shape `(..., D)`.
         """
-        normed = self.norm(hidden_states)
-        return (
-            binding.logits(normed)
-            if self.lm_head is None
-            else binding.scale(self.lm_head(binding.before_head(normed)))
-        )
-
-    def draft_token_ids(self) -> torch.Tensor | None:
-        """Target ids of a reduced draft vocabulary.
-
-        Returns:
-            `torch.LongTensor` of shape `(D,)`, or `None` where the draft vocabulary is the target's.
-        """
-        if self.lm_head is None:
-            return None
-        return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike, *model_args: Any, config: Any = None, **kwargs: Any
-    ) -> Eagle3DraftModel:
-        """Load a draft, from the Hub or a folder: our own layout or DeepSpec's.
-
-        Arguments are those of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...), and
-        `target_layer_ids` where a file leaves them open.
-
-        Args:
-            pretrained_model_name_or_path (`str` or `os.PathLike`): Hub id or folder.
-            config (`Eagle3Config`, *optional*): Overrides the configuration in the checkpoint.
-            kwargs (`Any`): As above.
-
-        Returns:
-            [`Eagle3DraftModel`], in eval mode, with every tensor loaded.
-
-        Raises:
-            ValueError: If the folder holds no Eagle3 draft, or its weights are unreadable, incomplete or do not fit
-                the config, or the config leaves a field open or contradicts an argument.
-            NotImplementedError: If the format is known but cannot be used here; the message says what serves it.
-        """
-        pretrained_model_name_or_path = os.path.expanduser(pretrained_model_name_or_path)
-        stated = {name: kwargs.pop(name) for name in ("target_layer_ids",) if name in kwargs}
-        if not isinstance(config, Eagle3Config):
-            config = read_config(pretrained_model_name_or_path, kwargs, stated)
-        elif stated:
-            raise ValueError(f"`config` says everything, so {sorted(stated)} cannot be given as well.")
-        load = super().from_pretrained
-        return load_checked(load, pretrained_model_name_or_path, model_args, config, kwargs)
-
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,
-        *,
-        push_to_hub: bool = False,
-        repo_id: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Save weights, config and the generation knobs in our own layout. The target's tensors are not among them.
-
-        Args:
-            save_directory (`str` or `os.PathLike`): Folder to write to; other arguments as in `PreTrainedModel`.
-            push_to_hub (`bool`, *optional*, defaults to `False`): Upload the folder afterwards.
-            repo_id (`str`, *optional*): Hub id to upload to; the folder's name by default.
-        """
-        save_with_knobs(self, super().save_pretrained, save_directory, push_to_hub, repo_id, kwargs)
+        return self.base_logits(self.norm(hidden_states), binding)

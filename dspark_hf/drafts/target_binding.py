@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from .configuration_dspark import DSparkConfig
+from .configuration_draft import DraftConfig
 from .target_probe import probe_head
 
 
@@ -83,7 +83,7 @@ def _to_module(inputs: torch.Tensor, module: nn.Module) -> torch.Tensor:
 
 
 def bind(
-    target: PreTrainedModel, config: DSparkConfig, embedding_sample: dict[int, torch.Tensor] | None = None
+    target: PreTrainedModel, config: DraftConfig, embedding_sample: dict[int, torch.Tensor] | None = None
 ) -> TargetBinding:
     """Check that a draft of this configuration fits the target, and bind the shared modules."""
     config.require_target_fields()
@@ -99,12 +99,6 @@ def bind(
     if embed_tokens is None or lm_head is None:
         raise ValueError(
             f"The target must have an embedding and an LM head, but {name} lacks one. Load it as a ...ForCausalLM."
-        )
-    num_rows = getattr(embed_tokens, "num_embeddings", config.vocab_size)
-    if config.mask_token_id >= num_rows:
-        raise ValueError(
-            f"`mask_token_id` must be a row of the target's embedding, which has {num_rows}, got "
-            f"{config.mask_token_id}. The draft was made for another target, or for one with added tokens."
         )
     _compare_embedding(embed_tokens, embedding_sample or {}, name)
     softcap = getattr(text_config, "final_logit_softcapping", None)
@@ -143,7 +137,7 @@ def _compare_embedding(embed_tokens: nn.Module, sample: dict[int, torch.Tensor],
         )
 
 
-def _check_fit(config: DSparkConfig, text_config, name: str) -> None:
+def _check_fit(config: DraftConfig, text_config, name: str) -> None:
     for field in ("hidden_size", "vocab_size"):
         ours, theirs = getattr(config, field), getattr(text_config, field)
         if ours != theirs:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of draft checkpoints: pure mappings from another project's config.json to [`DSparkConfig`], one file each.
+"""Readers of draft checkpoints: pure mappings from another project's config.json to ours, one file each.
 
 All supported formats use our tensor names, so only the configuration is translated. A format is recognised by the
 contents of the config, never by a class name alone (two projects use the same one). A field that a file leaves open is
 an error, never a guess: a wrong guess does not crash, but no draft is accepted. `dspark_hf.export` writes formats.
-Eagle3 drafts are only recognised here; `configuration_eagle3` reads them.
+A config.json is read as one kind of draft, DSpark or Eagle3, and refused by name if it is of the other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from ..configuration_draft import DraftConfig
 from ..configuration_dspark import DSparkConfig
+from ..configuration_eagle3 import Eagle3Config
 from . import deepspec, deepspec_gemma4, dflash, eagle3, speculators
 from .agreement import check_agrees, given, wrong_types_in_words
 from .fields import OPEN_FIELDS, ConfigFile
@@ -26,17 +28,26 @@ _READERS = (speculators, dflash, deepspec, deepspec_gemma4)
 
 
 def read_config(
-    name_or_path: str | os.PathLike, load_arguments: dict[str, Any], stated: dict[str, Any] | None = None
-) -> DSparkConfig:
-    """The configuration of a draft checkpoint in any supported format."""
-    return convert_config(read_config_file(name_or_path, load_arguments), str(name_or_path), stated)
+    name_or_path: str | os.PathLike,
+    load_arguments: dict[str, Any],
+    stated: dict[str, Any] | None = None,
+    config_class: type[DraftConfig] = DSparkConfig,
+) -> DraftConfig:
+    """The configuration of a draft checkpoint of one kind, in any supported format."""
+    return convert_config(read_config_file(name_or_path, load_arguments), str(name_or_path), stated, config_class)
 
 
-def convert_config(config: dict[str, Any], source: str, stated: dict[str, Any] | None = None) -> DSparkConfig:
+def convert_config(
+    config: dict[str, Any],
+    source: str,
+    stated: dict[str, Any] | None = None,
+    config_class: type[DraftConfig] = DSparkConfig,
+) -> DraftConfig:
     """Translate a config.json."""
     stated = given(stated)
     with wrong_types_in_words(source):
-        ours = _read(ConfigFile(config, source, stated))
+        file = ConfigFile(config, source, stated)
+        ours = _read_eagle3(file) if config_class is Eagle3Config else _read(file)
     check_agrees(ours, stated, source)
     return ours
 
@@ -50,6 +61,12 @@ def _read(file: ConfigFile) -> DSparkConfig:
     if eagle3.matches(file.fields):
         raise ValueError(f"{file.source} is an Eagle3 draft. Load it with Eagle3DraftModel.from_pretrained.")
     raise refuse(file.fields, file.source)
+
+
+def _read_eagle3(file: ConfigFile) -> Eagle3Config:
+    if is_dspark(file.fields):
+        raise ValueError(f"{file.source} is a DSpark draft. Load it with DSparkDraftModel.from_pretrained.")
+    return Eagle3Config.from_dict(eagle3.to_fields(file))
 
 
 def is_dspark(config: dict[str, Any]) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..configuration_eagle3 import Eagle3Config
 from .fields import ConfigFile, layer_stack_fields
 
 
-MODEL_TYPE = "eagle3_draft"
+MODEL_TYPE = Eagle3Config.model_type
 _DEEPSPEC_CLASS = "Qwen3Eagle3Model"
 # Class names of other projects' Eagle3 drafts, and of DeepSpec's for another kind of layer.
 _OTHER_CLASSES = ("LlamaForCausalLMEagle3", "Gemma4Eagle3Model")
@@ -23,9 +24,9 @@ def matches(config: dict[str, Any]) -> bool:
     return config.get("model_type") == MODEL_TYPE or _first_class(config) == _DEEPSPEC_CLASS
 
 
-def to_fields(config: dict[str, Any], source: str, stated: dict[str, Any] | None = None) -> dict[str, Any]:
+def to_fields(file: ConfigFile) -> dict[str, Any]:
     """Translate a config.json of one of these layouts."""
-    file = ConfigFile(config, source, stated or {})
+    config, source = file.fields, file.source
     if not matches(config):
         raise _refuse(file)
     if config.get("model_type") == MODEL_TYPE:

@@ -12,13 +12,17 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, DynamicCache
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.drafts import target_binding
-from dspark_hf.drafts.configuration_eagle3 import Eagle3Config, convert_config, read_config
+from dspark_hf.drafts import formats, target_binding
+from dspark_hf.drafts.configuration_eagle3 import Eagle3Config
 from dspark_hf.drafts.formats import is_dspark
 from dspark_hf.drafts.modeling_eagle3 import Eagle3DraftModel
 from tests.support.closeness import assert_close, assert_differs
 from tests.support.eagle3 import oracle_eagle3, random_eagle3, tiny_eagle3_config
 from tests.support.models import VOCAB_SIZE, oracle_draft, random_draft, random_prompt, rewrite, tiny_target
+
+
+def convert_eagle3(fields, source, stated=None):
+    return formats.convert_config(fields, source, stated, Eagle3Config)
 
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden"
@@ -83,7 +87,9 @@ def test_config_survives_json(tmp_path):
     config.save_pretrained(tmp_path)
     again = AutoConfig.from_pretrained(tmp_path)
     assert isinstance(again, Eagle3Config)
-    assert contents(again) == contents(read_config(tmp_path, {})) == contents(config)
+    assert (
+        contents(again) == contents(formats.read_config(tmp_path, {}, config_class=Eagle3Config)) == contents(config)
+    )
     assert contents(config)["training_info"] == {"steps": 3}
 
 
@@ -95,14 +101,14 @@ def test_config_survives_json(tmp_path):
 )
 def test_field_must_be_there(name):
     with pytest.raises(ValueError, match=f"some/draft must set `{name}`, but it is missing"):
-        convert_config(deepspec_fields(**{name: ...}), "some/draft")
+        convert_eagle3(deepspec_fields(**{name: ...}), "some/draft")
 
 
 def test_layer_ids_can_be_given_where_they_are_missing():
     fields = deepspec_fields(target_layer_ids=...)
-    assert convert_config(fields, "some/draft", {"target_layer_ids": [0, 2]}).target_layer_ids == [0, 2]
+    assert convert_eagle3(fields, "some/draft", {"target_layer_ids": [0, 2]}).target_layer_ids == [0, 2]
     with pytest.raises(ValueError, match=re.escape("`target_layer_ids=[0, 2]` contradicts the draft config")):
-        convert_config(deepspec_fields(), "some/draft", {"target_layer_ids": [0, 2]})
+        convert_eagle3(deepspec_fields(), "some/draft", {"target_layer_ids": [0, 2]})
 
 
 WRONG_CONFIGS = [
@@ -125,14 +131,14 @@ WRONG_CONFIGS = [
 @pytest.mark.parametrize(("fields", "error", "message"), WRONG_CONFIGS, ids=[str(row[0]) for row in WRONG_CONFIGS])
 def test_other_configs_are_refused(fields, error, message):
     with pytest.raises(error, match=re.escape(message)) as caught:
-        convert_config(deepspec_fields(**fields), "some/draft")
+        convert_eagle3(deepspec_fields(**fields), "some/draft")
     if "must be 1" not in message and "last layer" not in message:
         assert "some/draft" in str(caught.value)
 
 
 def test_old_rope_keys_mean_the_same():
-    old = convert_config(deepspec_fields(rope_parameters=..., rope_theta=10000.0, rope_scaling=None), "some/draft")
-    assert old.rope_parameters == convert_config(deepspec_fields(), "some/draft").rope_parameters
+    old = convert_eagle3(deepspec_fields(rope_parameters=..., rope_theta=10000.0, rope_scaling=None), "some/draft")
+    assert old.rope_parameters == convert_eagle3(deepspec_fields(), "some/draft").rope_parameters
 
 
 def test_each_class_names_the_other(tmp_path):

@@ -134,7 +134,7 @@ def test_mask_token_must_be_a_row_of_the_embedding():
     target = tiny_target()
     target.model.embed_tokens = nn.Embedding(90, 32)  # the config still says 97
     with pytest.raises(ValueError, match=re.escape("which has 90, got 96")):
-        bind(target, tiny_config())
+        random_draft().bind_target(target)
 
 
 def test_encoder_decoder_is_refused():
