@@ -19,6 +19,7 @@ from .batch import RequestFactory
 from .drafter import Drafter
 from .dspark_drafter import DSparkCandidateGenerator
 from .eagle3_drafter import Eagle3CandidateGenerator, check_single_row
+from .no_draft import NoDraft
 from .packed_runner import PackedRunner, check_batch
 from .request import Request
 from .round_check import check_packed_rounds, check_rounds
@@ -35,6 +36,7 @@ class Call:
     runner: SingleRunner | PackedRunner
     factory: RequestFactory  # makes the requests of prompts that wait
     queue: WaitingRequests | None = None
+    generator: torch.Generator | None = None  # draws the tokens of rounds without drafts; None: torch's own
 
 
 def prepare_call(
@@ -91,6 +93,14 @@ def _batch(
     runner = PackedRunner(target, requests, drafter.model_kwargs_overrides)
     check_packed_rounds(target, drafter, max(longest for _, longest in lengths))
     return Call(tuple(requests), drafter, runner, factory, queue)
+
+
+def plain_call(
+    target: PreTrainedModel, factory: RequestFactory, queue: WaitingRequests, generator: torch.Generator | None
+) -> Call:
+    """Prepare a call without a draft, of prompts that wait."""
+    requests = [factory.one(index, prompt) for index, prompt in queue.take(0)]
+    return Call(tuple(requests), NoDraft(), PackedRunner(target, requests, {}), factory, queue, generator)
 
 
 def generator_for(

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..drafts.modeling_dspark import DSparkDraftModel
+from .call import Call
+from .loop import Loop
+from .request import Request
 from .waiting_requests import QueueStreamer, WaitingRequests
 
 
@@ -51,6 +55,49 @@ def generate_many(
         >>> prompts = [tokenizer(text).input_ids for text in texts]  # doctest: +SKIP
         >>> answers = generate_many(target, draft, prompts, max_batch=8, max_new_tokens=64)  # doctest: +SKIP
     """
+    _check_arguments(prompts, max_batch, generate_arguments)
+    one_each = {"num_return_sequences": 1, "return_dict_in_generate": False}  # whatever the configs say
+    if generation_config is None:
+        generate_arguments |= one_each
+    else:
+        generation_config = copy.deepcopy(generation_config)
+        generation_config.update(**one_each)
+    rows = [torch.as_tensor(prompt, dtype=torch.long, device=target.device).reshape(1, -1) for prompt in prompts]
+    empty = next((number for number, row in enumerate(rows) if row.shape[1] == 0), None)
+    if empty is not None:
+        raise ValueError(f"Every prompt must hold at least one token, got none in prompt {empty}. Remove it.")
+    answers: dict[int, torch.Tensor] = {}
+
+    def finish(number: int, answer: torch.Tensor) -> None:
+        answers[number] = answer
+        if on_finished is not None:
+            on_finished(number, answer)
+
+    first, rest = rows[:max_batch], rows[max_batch:]
+    queue = WaitingRequests(enumerate(rest, len(first)), max_batch, [row.shape[1] for row in rest])
+    input_ids, attention_mask = _left_padded(first)
+    target.generate(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        assistant_model=draft,
+        generation_config=generation_config,
+        streamer=QueueStreamer(queue, on_tokens or (lambda number, ids: None), finish),  # noqa: ARG005
+        **generate_arguments,
+    )
+    return [answers[number] for number in range(len(rows))]
+
+
+@torch.inference_mode()
+def texts_as_they_end(call: Call) -> Iterator[Request]:
+    """Run a call of waiting prompts, and yield its texts in the order in which they end."""
+    with call.runner.running(), contextlib.closing(Loop(call).run()) as rounds:
+        for request, _ in rounds:
+            if request.finished:
+                yield request
+
+
+def _check_arguments(prompts: Sequence[Any], max_batch: int, generate_arguments: dict[str, Any]) -> None:
+    """Reject what many prompts cannot have, before any token."""
     if max_batch < 1:
         raise ValueError(f"`max_batch` must be >= 1, got {max_batch}.")
     if not len(prompts):
@@ -62,34 +109,6 @@ def generate_many(
         if generate_arguments.get(name):
             other = name.replace("length", "new_tokens")
             raise ValueError(f"`generate_many` takes no `{name}`, got {generate_arguments[name]}. Use `{other}`.")
-    one_each = {"num_return_sequences": 1, "return_dict_in_generate": False}  # whatever the configs say
-    if generation_config is None:
-        generate_arguments |= one_each
-    else:
-        generation_config = copy.deepcopy(generation_config)
-        generation_config.update(**one_each)
-    rows = [torch.as_tensor(prompt, dtype=torch.long, device=target.device).reshape(1, -1) for prompt in prompts]
-    empty = next((number for number, row in enumerate(rows) if row.shape[1] == 0), None)
-    if empty is not None:
-        raise ValueError(f"Every prompt must hold at least one token, got none in prompt {empty}. Remove it.")
-    answers: list[torch.Tensor | None] = [None] * len(rows)
-
-    def finish(number: int, answer: torch.Tensor) -> None:
-        answers[number] = answer
-        if on_finished is not None:
-            on_finished(number, answer)
-
-    first, rest = rows[:max_batch], rows[max_batch:]
-    input_ids, attention_mask = _left_padded(first)
-    target.generate(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        assistant_model=draft,
-        generation_config=generation_config,
-        streamer=QueueStreamer(WaitingRequests(rest, len(first), max_batch, finish), on_tokens),
-        **generate_arguments,
-    )
-    return answers
 
 
 def _left_padded(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

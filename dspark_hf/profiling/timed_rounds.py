@@ -46,7 +46,7 @@ class SingleRounds:
         self._drafter.check_hidden_states(prompt.hidden_states)
         self._hidden_states = prompt.hidden_states
         anchor_id = self._text[:, context_length : context_length + 1]
-        verdict = Verdict(anchor_id, prompt.logits[0], prompt.logits[0], 0, None)
+        verdict = Verdict(anchor_id, None, prompt.logits, 0, None)
         self._runner.commit(prompt, [verdict])
         request.append(verdict)
 
