@@ -148,16 +148,33 @@ def packed_attention(
     if current is None:
         mask = _ordinary_mask(attention_mask, query.shape[2], key.shape[2], window, query.device)
         return _fused(query, key, value, mask, scaling, dropout), None
+    if current.num_queries > MOST_FOLDED_QUERIES or dropout:
+        return _text_by_text(current, query, key, value, window, scaling, dropout), None
     if len(current.rows) < key.shape[0]:  # a pass over some of the texts
         rows = list(current.rows)
         key, value = key[rows, :, : current.longest], value[rows, :, : current.longest]
-    spread, num_keys = current.spread(query), key.shape[2]
-    if current.num_queries <= MOST_FOLDED_QUERIES and dropout == 0:
-        mask = current.folded_mask(num_keys, window, query.shape[1] // key.shape[1], query.dtype)
-        outputs = folded_attention(spread, key, value, mask, scaling)
-    else:
-        outputs = _fused(spread, key, value, current.mask(num_keys, window), scaling, dropout)
-    return current.gather(outputs), None
+    mask = current.folded_mask(key.shape[2], window, query.shape[1] // key.shape[1], query.dtype)
+    return current.gather(folded_attention(current.spread(query), key, value, mask, scaling)), None
+
+
+def _text_by_text(
+    current: PackedPass,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    scaling: float,
+    dropout: float,
+) -> torch.Tensor:  # [1, N, h, e]
+    """Attention to prompts: padded to the longest, they would cost the square of its length each."""
+    outputs, places = [], zip(current.rows, current.starts, current.counts, strict=True)
+    for queries, (row, start, count) in zip(query.split(current.counts, dim=2), places, strict=True):
+        keys, values = (states[row : row + 1, :, : start + count] for states in (key, value))
+        mask = None
+        if start or (window is not None and window < count):
+            mask = _visible(count, start + count, window, query.device)
+        outputs.append(_fused(queries, keys, values, mask, scaling, dropout, is_causal=mask is None))
+    return torch.cat(outputs, dim=1)
 
 
 def _fused(
@@ -167,13 +184,14 @@ def _fused(
     mask: torch.Tensor | None,
     scaling: float,
     dropout: float,
+    is_causal: bool = False,
 ) -> torch.Tensor:
     """A fused kernel, `(b, q, h, e)`; with a mask those of accelerators want their heads repeated."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     outputs = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=is_causal
     )
     return outputs.transpose(1, 2)
 
@@ -184,6 +202,11 @@ def _ordinary_mask(
     """The mask of another thread's plain call; one that began earlier may have none, if its kernel needed none."""
     if mask is not None or num_queries == 1:
         return mask
+    return _visible(num_queries, num_keys, window, device)
+
+
+def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """The tokens that each of the last ones of a text sees, [q, K]."""
     query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     keys = torch.arange(num_keys, device=device)
     visible = keys <= query

@@ -57,7 +57,7 @@ def test_masks():
 @pytest.mark.parametrize("counts", [[1, 4, 2], [3, 1, MOST_FOLDED_QUERIES + 5]])
 def test_attention_of_each_text_is_its_own(counts, window):
     generator = torch.Generator().manual_seed(0)
-    starts, heads, kv_heads, width, capacity = [6, 0, 3], 4, 2, 8, 40
+    starts, heads, kv_heads, width, capacity = [6, 0, 3], 4, 2, 8, 80
     keys, values = torch.randn(2, 3, kv_heads, capacity, width, generator=generator)
     query = torch.randn(1, heads, sum(counts), width, generator=generator)
     with packed_pass(PackedPass([0, 1, 2], starts, counts, CPU)):
