@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ __all__ = [
 logger = logging.get_logger("transformers.dspark_hf.training.answers")
 
 MIN_SELF_PROMPT_WORDS = 3
+_Encoded = tuple[Any, tuple[int, ...]]  # what comes back with an answer, and the tokens of its prompt
 PROBE = ({"role": "user", "content": "Hello"},)
 
 
@@ -150,7 +152,8 @@ def write_answers(
     waiting = _new_prompts(prompts, file.keys, on_skip)
     encoded = _encoded(tokenizer, waiting, settings.enable_thinking, max_prompt_tokens, left_out, on_skip)
     added = 0
-    for answer in sample_answers(target, encoded, settings.sampling, end_token_ids(target, tokenizer), num_rows):
+    alike = _by_length(encoded, 8 * num_rows)
+    for answer in sample_answers(target, alike, settings.sampling, end_token_ids(target, tokenizer), num_rows):
         prompt, prompt_ids = answer.key
         text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
         row = prompt.row([{"role": "assistant", "content": text}]) | {"finish_reason": answer.finish_reason}
@@ -267,7 +270,7 @@ def _encoded(
     max_prompt_tokens: int,
     left_out: LeftOut,
     on_skip: Callable[[], None],
-) -> Iterator[tuple[tuple[PromptRow, tuple[int, ...]], tuple[int, ...]]]:
+) -> Iterator[_Encoded]:
     """Prompts in tokens; those that the template refuses and those that are too long are left out."""
     for prompt in prompts:
         try:
@@ -282,6 +285,12 @@ def _encoded(
         reason = f"A prompt must have at most {max_prompt_tokens} tokens, got {len(ids)}. Raise `max_prompt_tokens`."
         left_out.add(prompt.where, reason)
         on_skip()
+
+
+def _by_length(prompts: Iterator[_Encoded], count: int) -> Iterator[_Encoded]:
+    """Sort so many prompts at a time, the longest first: those of like length fill a batch without padding."""
+    while chunk := list(islice(prompts, count)):
+        yield from sorted(chunk, key=lambda prompt: -len(prompt[1]))
 
 
 def _asked(
