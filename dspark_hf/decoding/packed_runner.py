@@ -10,7 +10,7 @@ Legend: R requests, N packed tokens, k drafts, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from .._compat import CACHE_KEY
 from ..drafts.target_structure import layers_of
 from .drafter import CommittedContext, ContextSpan, DraftProposal
-from .packed_attention import PackedPass, attention_packed, check_layers, packed_pass
+from .packed_attention import PackedAttention, check_layers
 from .packed_cache import RowCache
+from .packed_pass import PackedPass, packed_pass
 from .request import Request, TargetPass, Verdict
 
 
@@ -40,11 +41,9 @@ class PackedRunner:
         self.cache = RowCache(config.num_hidden_layers, 0)
         self.requests: list[Request] = []
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> contextlib.AbstractContextManager[None]:
         """Active during the whole call: the target uses packed attention."""
-        with attention_packed(self.target):
-            yield
+        return PackedAttention(self.target)
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
         """No-op from the first round on: experts stay as for prompts, since passes are as long."""

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from .outputs import OutputLog
-from .packed_attention import PackedPass
+from .packed_pass import PackedPass
 
 
 @dataclass(frozen=True)
