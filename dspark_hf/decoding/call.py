@@ -19,7 +19,6 @@ from .batch import RequestFactory
 from .drafter import Drafter
 from .dspark_drafter import DSparkCandidateGenerator
 from .eagle3_drafter import Eagle3CandidateGenerator, check_single_row
-from .no_draft import NoDraft
 from .packed_runner import PackedRunner, check_batch
 from .request import Request
 from .round_check import check_packed_rounds, check_rounds
@@ -49,37 +48,12 @@ def prepare_call(
     queue: WaitingRequests | None,
 ) -> Call:
     """Prepare one request alone, or a batch if there are several or others wait."""
-    if len(input_ids) == 1 and queue is None:
-        return _one_request(target, draft, input_ids, factory, generation_config, model_kwargs)
-    return _batch(target, draft, input_ids, factory, generation_config, model_kwargs, queue)
-
-
-def _one_request(
-    target: PreTrainedModel,
-    draft: DSparkDraftModel | Eagle3DraftModel,
-    input_ids: torch.Tensor,
-    factory: RequestFactory,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> Call:
-    """One request, with any cache and any input that plain generation supports."""
-    request = factory.only(input_ids)
-    drafter = generator_for(target, draft, generation_config, request.processors)
-    runner = SingleRunner(target, request, generation_config, model_kwargs, drafter.model_kwargs_overrides)
-    check_rounds(target, drafter, request.max_length)
-    return Call((request,), drafter, runner, factory)
-
-
-def _batch(
-    target: PreTrainedModel,
-    draft: DSparkDraftModel | Eagle3DraftModel,
-    input_ids: torch.Tensor,
-    factory: RequestFactory,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    queue: WaitingRequests | None,
-) -> Call:
-    """Requests that share their passes, and others that wait for a free place."""
+    if len(input_ids) == 1 and queue is None:  # with any cache and any input that plain generation supports
+        request = factory.only(input_ids)
+        drafter = generator_for(target, draft, generation_config, request.processors)
+        runner = SingleRunner(target, request, generation_config, model_kwargs, drafter.model_kwargs_overrides)
+        check_rounds(target, drafter, request.max_length)
+        return Call((request,), drafter, runner, factory)
     if isinstance(draft, Eagle3DraftModel):
         check_single_row(len(input_ids), is_queued=queue is not None)
     check_batch(target, generation_config, model_kwargs)
@@ -90,17 +64,9 @@ def _batch(
     position_limits(target).check_batch(lengths)
     drafter = generator_for(target, draft, generation_config, requests[0].processors)
     drafter.add_requests([request.processors for request in requests[1:]])
-    runner = PackedRunner(target, requests, drafter.model_kwargs_overrides)
+    packed_runner = PackedRunner(target, requests, drafter.model_kwargs_overrides)
     check_packed_rounds(target, drafter, max(longest for _, longest in lengths))
-    return Call(tuple(requests), drafter, runner, factory, queue)
-
-
-def plain_call(
-    target: PreTrainedModel, factory: RequestFactory, queue: WaitingRequests, generator: torch.Generator | None
-) -> Call:
-    """Prepare a call without a draft, of prompts that wait."""
-    requests = [factory.one(index, prompt) for index, prompt in queue.take(0)]
-    return Call(tuple(requests), NoDraft(), PackedRunner(target, requests, {}), factory, queue, generator)
+    return Call(tuple(requests), drafter, packed_runner, factory, queue)
 
 
 def generator_for(

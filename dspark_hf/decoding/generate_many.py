@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..drafts.modeling_dspark import DSparkDraftModel
-from .call import Call
-from .loop import Loop
-from .request import Request
 from .waiting_requests import QueueStreamer, WaitingRequests
 
 
@@ -85,15 +81,6 @@ def generate_many(
         **generate_arguments,
     )
     return [answers[number] for number in range(len(rows))]
-
-
-@torch.inference_mode()
-def texts_as_they_end(call: Call) -> Iterator[Request]:
-    """Run a call of waiting prompts, and yield its texts in the order in which they end."""
-    with call.runner.running(), contextlib.closing(Loop(call).run()) as rounds:
-        for request, _ in rounds:
-            if request.finished:
-                yield request
 
 
 def _check_arguments(prompts: Sequence[Any], max_batch: int, generate_arguments: dict[str, Any]) -> None:

@@ -83,41 +83,41 @@ def _up_to_end(
     scores: Sequence[torch.Tensor | None],  # [R], each [1, >= n, V]
 ) -> list[torch.Tensor]:  # [R], the new tokens that are kept
     """Cut new tokens behind the one that ends a text, and mark the texts that end."""
-    if not all(map(_counts_only, requests, new_ids)):
-        return [_up_to_own_end(*part) for part in zip(requests, new_ids, scores, strict=True)]
-    tokens = torch.cat(list(new_ids), dim=1).T  # [sum of n, 1]
-    ends = [rule(tokens, None) for rule in requests[0].stopping_criteria if isinstance(rule, EosTokenCriteria)]
-    is_end = iter(torch.stack(ends).any(dim=0).tolist() if ends else [False] * len(tokens))
+    limits = [_limit(request, ids.shape[1]) for request, ids in zip(requests, new_ids, strict=True)]
+    is_end = None if None in limits else _are_ends(requests[0], new_ids)
     kept = []
-    for request, ids in zip(requests, new_ids, strict=True):
-        flags, limit = islice(is_end, ids.shape[1]), _longest(request) - request.input_ids.shape[1]
-        stops = [flag or n >= limit for n, flag in enumerate(flags, 1)]
-        request.finished = any(stops)
-        kept.append(ids[:, : stops.index(True) + 1] if request.finished else ids)
+    for i, (request, ids) in enumerate(zip(requests, new_ids, strict=True)):
+        counts = range(1, ids.shape[1] + 1)
+        if is_end is None:  # asked as plain generation does, token by token
+            stops = (request.stops_after(ids[:, :count], scores[i]) for count in counts)
+        else:
+            stops = (flag or count >= limits[i] for count, flag in zip(counts, is_end[i], strict=True))
+        num_kept = next((count for count, stop in zip(counts, stops, strict=True) if stop), None)
+        request.finished = num_kept is not None
+        kept.append(ids[:, :num_kept])
     return kept
 
 
-def _counts_only(request: Request, new_ids: torch.Tensor) -> bool:
-    """Whether the criteria read nothing but a length and the last token, and have nothing to warn about."""
-    length = request.input_ids.shape[1] + new_ids.shape[1]
-    return all(
-        type(rule) is EosTokenCriteria
-        or (type(rule) is MaxLengthCriteria and length <= (rule.max_position_embeddings or length))
-        for rule in request.stopping_criteria
-    )
+def _limit(request: Request, num_new: int) -> float | None:
+    """New tokens after which the length ends a text; None if its criteria read more than this and the last token."""
+    length, limit = request.input_ids.shape[1], math.inf
+    for rule in request.stopping_criteria:
+        if type(rule) is MaxLengthCriteria and length + num_new <= (rule.max_position_embeddings or math.inf):
+            limit = min(limit, rule.max_length - length)
+        elif type(rule) is not EosTokenCriteria:  # also where a length would be warned about
+            return None
+    return limit
 
 
-def _longest(request: Request) -> float:
-    lengths = [rule.max_length for rule in request.stopping_criteria if isinstance(rule, MaxLengthCriteria)]
-    return min(lengths, default=math.inf)
-
-
-def _up_to_own_end(request: Request, new_ids: torch.Tensor, scores: torch.Tensor | None) -> torch.Tensor:
-    """Ask the criteria as plain generation does, token by token."""
-    for count in range(1, new_ids.shape[1] + 1):
-        if request.stops_after(new_ids[:, :count], scores):
-            return new_ids[:, :count]
-    return new_ids
+def _are_ends(request: Request, new_ids: Sequence[torch.Tensor]) -> list[list[bool]]:
+    """Whether new tokens of all texts are ends of text, by the criteria that every request has."""
+    tokens = torch.cat(list(new_ids), dim=1).T  # [sum of n, 1]
+    flags = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+    for rule in request.stopping_criteria:
+        if isinstance(rule, EosTokenCriteria):
+            flags = flags | rule(tokens, None)
+    remaining = iter(flags.tolist())
+    return [list(islice(remaining, ids.shape[1])) for ids in new_ids]
 
 
 def _judge_stepwise(
@@ -139,7 +139,7 @@ def _judge_stepwise(
             accepted = bool(accept_drafts(draft_id, rows[-1][:, None], slot_q, request.do_sample))
         token = draft_id if accepted else select_bonus(rows[-1], row_q, request.do_sample)[:, None]
         new_ids = torch.cat([new_ids, token], dim=1)
-        request.stops_after(new_ids, torch.stack(rows, dim=1))
+        request.finished = request.stops_after(new_ids, torch.stack(rows, dim=1))
     num_accepted = new_ids.shape[1] - (0 if accepted else 1)
     bonus_token = None if accepted else int(new_ids[0, -1])
     return Verdict(new_ids, torch.stack(rows, dim=1), raw, num_accepted, bonus_token)

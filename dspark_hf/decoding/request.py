@@ -81,5 +81,4 @@ class Request:
         if self.log.scores is not None:
             scores_so_far = self.log.scores + tuple(scores[:, i] for i in range(new_ids.shape[1]))
         text = torch.cat([self.input_ids, new_ids], dim=1)
-        self.finished = bool(self.stopping_criteria(text, scores_so_far).all())
-        return self.finished
+        return bool(self.stopping_criteria(text, scores_so_far).all())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,8 +22,10 @@ from transformers import (
 )
 
 from ..decoding.batch import RequestFactory
-from ..decoding.call import Call, plain_call
-from ..decoding.generate_many import texts_as_they_end
+from ..decoding.call import Call
+from ..decoding.loop import Loop
+from ..decoding.no_draft import NoDraft
+from ..decoding.packed_runner import PackedRunner
 from ..decoding.waiting_requests import WaitingRequests
 
 
@@ -77,6 +80,7 @@ class SampledAnswer:
     finish_reason: str  # `"stop"` or `"length"`
 
 
+@torch.inference_mode()
 def sample_answers(
     target: PreTrainedModel,  # a decoder-only target
     prompts: Iterable[tuple[Any, Sequence[int]]],  # keys, and token ids, at least one; taken as rows become free
@@ -102,14 +106,14 @@ def sample_answers(
     if end_token_ids:
         criteria.append(EosTokenCriteria(sorted(end_token_ids)))
     config = GenerationConfig(do_sample=settings.temperature > 0, max_length=settings.max_new_tokens)
-    factory = RequestFactory(settings.processors, criteria, config, padded_length=0)
+    factory = RequestFactory(settings.processors, criteria, config, padded_length=0)  # lengths are those of answers
+    queue = WaitingRequests(waiting(), num_rows)
+    requests = tuple(factory.one(*numbered) for numbered in queue.take(0))
     generator = torch.Generator(target.device).manual_seed(settings.seed)
-    call = plain_call(target, factory, WaitingRequests(waiting(), num_rows), generator)
-    return _answers(call, keys, end_token_ids)
-
-
-def _answers(call: Call, keys: dict[int, Any], end_token_ids: frozenset[int]) -> Iterator[SampledAnswer]:
-    for request in texts_as_they_end(call):
-        token_ids = tuple(request.new_ids.tolist())
-        reason = "stop" if token_ids[-1] in end_token_ids else "length"
-        yield SampledAnswer(keys.pop(request.index), token_ids, reason)
+    call = Call(requests, NoDraft(), PackedRunner(target, requests, {}), factory, queue, generator)
+    with call.runner.running(), contextlib.closing(Loop(call).run()) as rounds:
+        for request, _ in rounds:
+            if request.finished:
+                token_ids = tuple(request.new_ids.tolist())
+                reason = "stop" if token_ids[-1] in end_token_ids else "length"
+                yield SampledAnswer(keys.pop(request.index), token_ids, reason)

@@ -169,7 +169,7 @@ def test_other_layers_are_refused():
     target = tiny_target()
     target.config.layer_types = ["full_attention", "linear_attention"] * 2
     with pytest.raises(NotImplementedError, match=r"full or sliding attention, .+ has \['linear_attention'\]"):
-        sample_answers(target, requests(), GREEDY, frozenset(), 2)
+        next(sample_answers(target, requests(), GREEDY, frozenset(), 2))
 
 
 # Sampling
@@ -255,4 +255,4 @@ def test_settings_left_to_a_server_are_none_here():
     with pytest.raises(
         ValueError, match=r"need all sampling settings, got None for \['temperature', 'top_k', 'seed'\]"
     ):
-        sample_answers(tiny_target(), requests(), settings, frozenset())
+        next(sample_answers(tiny_target(), requests(), settings, frozenset()))
