@@ -36,7 +36,6 @@ class PackedPass:
         self._spread_from = torch.zeros(len(counts) * self.num_queries, dtype=torch.long, device=device)
         self._gather_from = self._text * self.num_queries + self._slot  # [N]
         self._spread_from[self._gather_from] = torch.arange(len(self._text), device=device)  # [A * q]
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
         self._folded_masks: dict[tuple, torch.Tensor] = {}
 
     @property
@@ -75,15 +74,12 @@ class PackedPass:
 
     def mask(self, num_keys: int, window: int | None) -> torch.Tensor:  # [A, 1, q, K], True = visible
         """The mask of the new tokens: each sees the tokens up to itself, or the last `window` of them."""
-        key = (num_keys, window)
-        if key not in self._masks:
-            keys = torch.arange(num_keys, device=self._starts.device)
-            query = self._starts[:, None, None] + torch.arange(self.num_queries, device=keys.device)[:, None]
-            mask = keys <= query  # [A, q, K]
-            if window is not None:
-                mask = mask & (keys > query - window)
-            self._masks[key] = mask[:, None]
-        return self._masks[key]
+        keys = torch.arange(num_keys, device=self._starts.device)
+        query = self._starts[:, None, None] + torch.arange(self.num_queries, device=keys.device)[:, None]
+        mask = keys <= query  # [A, q, K]
+        if window is not None:
+            mask = mask & (keys > query - window)
+        return mask[:, None]
 
     def folded_mask(
         self, num_keys: int, window: int | None, groups: int, dtype: torch.dtype
