@@ -117,25 +117,30 @@ def verify_blocks(
     do_sample: bool,
 ) -> VerificationResult:
     """Accept the longest prefix of the drafts of each request, and add the target's own token (paper section 3)."""
-    device, num_requests = draft_ids.device, len(lengths)
-    length = torch.tensor(lengths, device=device)  # [R]
-    first = length.cumsum(0) - length  # [R], the first draft of each request
-    anchor = first + torch.arange(num_requests, device=device)  # [R], the row that judges it
-    # The drafts are judged by the rows but the last of each request; of one request they are there without a copy.
-    rows: slice | torch.Tensor = slice(0, -1)
-    if num_requests > 1:
-        rows = torch.arange(len(draft_ids), device=device) + (anchor - first).repeat_interleave(length)  # [K]
+    if len(lengths) == 1:  # its rows are there without a copy
+        judges: slice | torch.Tensor = slice(0, -1)
+    else:
+        length = torch.tensor(lengths, device=draft_ids.device)  # [R]
+        number = torch.arange(len(lengths), device=draft_ids.device)  # [R]
+        first = length.cumsum(0) - length  # [R], the first draft of each request; before it are as many anchors more
+        judges = torch.arange(len(draft_ids), device=draft_ids.device) + number.repeat_interleave(length)  # [K]
     if do_sample:
-        accepted = accept_drafts(draft_ids, target_logits[rows], draft_logits, do_sample)
+        accepted = accept_drafts(draft_ids, target_logits[judges], draft_logits, do_sample)
     else:
         selected = argmax_token(target_logits)  # [K + R]
-        accepted = selected[rows] == draft_ids
-    padded = torch.nn.utils.rnn.pad_sequence(accepted.split(list(lengths)), batch_first=True)  # [R, most drafts]
-    num_accepted = padded.long().cumprod(dim=-1).sum(dim=-1)
+        accepted = selected[judges] == draft_ids
+    if len(lengths) == 1:
+        num_accepted = accepted.cumprod(dim=0).sum(dim=0, keepdim=True)
+        if not do_sample:
+            return VerificationResult(num_accepted, selected[num_accepted])
+        count = int(num_accepted)
+        row_q = draft_logits[count : count + 1] if count < len(draft_ids) else None
+        return VerificationResult(num_accepted, select_bonus(target_logits[count : count + 1], row_q, do_sample))
+    blocks = torch.nn.utils.rnn.pad_sequence(accepted.split(list(lengths)), batch_first=True)  # [R, most drafts]
+    num_accepted = blocks.cumprod(dim=-1).sum(dim=-1)
+    row = first + number + num_accepted  # [R]
     if not do_sample:
-        return VerificationResult(num_accepted, selected[anchor + num_accepted])
+        return VerificationResult(num_accepted, selected[row])
     slot = (first + num_accepted).clamp(max=len(draft_ids) - 1)  # where none was rejected, any
-    bonus = select_bonus(
-        target_logits[anchor + num_accepted], draft_logits[slot], do_sample, rejected=num_accepted < length
-    )
+    bonus = select_bonus(target_logits[row], draft_logits[slot], do_sample, rejected=num_accepted < length)
     return VerificationResult(num_accepted, bonus)
