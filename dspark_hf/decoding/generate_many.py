@@ -53,15 +53,9 @@ def generate_many(
     """
     _check_arguments(prompts, max_batch, generate_arguments)
     one_each = {"num_return_sequences": 1, "return_dict_in_generate": False}  # whatever the configs say
-    if generation_config is None:
-        generate_arguments |= one_each
-    else:
-        generation_config = copy.deepcopy(generation_config)
-        generation_config.update(**one_each)
-    rows = [torch.as_tensor(prompt, dtype=torch.long, device=target.device).reshape(1, -1) for prompt in prompts]
-    empty = next((number for number, row in enumerate(rows) if row.shape[1] == 0), None)
-    if empty is not None:
-        raise ValueError(f"Every prompt must hold at least one token, got none in prompt {empty}. Remove it.")
+    generation_config = copy.deepcopy(generation_config)
+    (generate_arguments if generation_config is None else generation_config).update(**one_each)
+    rows = _as_rows(prompts, target.device)
     answers: dict[int, torch.Tensor] = {}
 
     def finish(number: int, answer: torch.Tensor) -> None:
@@ -71,10 +65,8 @@ def generate_many(
 
     first, rest = rows[:max_batch], rows[max_batch:]
     queue = WaitingRequests(enumerate(rest, len(first)), max_batch, [row.shape[1] for row in rest])
-    input_ids, attention_mask = _left_padded(first)
     target.generate(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
+        **_left_padded(first),
         assistant_model=draft,
         generation_config=generation_config,
         streamer=QueueStreamer(queue, on_tokens or (lambda number, ids: None), finish),  # noqa: ARG005
@@ -98,7 +90,16 @@ def _check_arguments(prompts: Sequence[Any], max_batch: int, generate_arguments:
             raise ValueError(f"`generate_many` takes no `{name}`, got {generate_arguments[name]}. Use `{other}`.")
 
 
-def _left_padded(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _as_rows(prompts: Sequence[Sequence[int] | torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Each prompt as (1, s)."""
+    rows = [torch.as_tensor(prompt, dtype=torch.long, device=device).reshape(1, -1) for prompt in prompts]
+    empty = next((number for number, row in enumerate(rows) if row.shape[1] == 0), None)
+    if empty is not None:
+        raise ValueError(f"Every prompt must hold at least one token, got none in prompt {empty}. Remove it.")
+    return rows
+
+
+def _left_padded(rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Prompts `(1, s)` as one tensor, and its mask; padding values are never read."""
     longest = max(row.shape[1] for row in rows)
     input_ids = rows[0].new_zeros(len(rows), longest)
@@ -106,4 +107,4 @@ def _left_padded(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tens
     for index, row in enumerate(rows):
         input_ids[index, longest - row.shape[1] :] = row
         attention_mask[index, longest - row.shape[1] :] = 1
-    return input_ids, attention_mask
+    return {"input_ids": input_ids, "attention_mask": attention_mask}
