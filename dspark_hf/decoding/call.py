@@ -35,6 +35,7 @@ class Call:
     runner: SingleRunner | PackedRunner
     factory: RequestFactory  # makes the requests of prompts that wait
     queue: WaitingRequests | None = None
+    generator: torch.Generator | None = None  # draws the tokens of rounds without drafts; None: torch's own
 
 
 def prepare_call(
@@ -47,37 +48,12 @@ def prepare_call(
     queue: WaitingRequests | None,
 ) -> Call:
     """Prepare one request alone, or a batch if there are several or others wait."""
-    if len(input_ids) == 1 and queue is None:
-        return _one_request(target, draft, input_ids, factory, generation_config, model_kwargs)
-    return _batch(target, draft, input_ids, factory, generation_config, model_kwargs, queue)
-
-
-def _one_request(
-    target: PreTrainedModel,
-    draft: DSparkDraftModel | Eagle3DraftModel,
-    input_ids: torch.Tensor,
-    factory: RequestFactory,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> Call:
-    """One request, with any cache and any input that plain generation supports."""
-    request = factory.only(input_ids)
-    drafter = generator_for(target, draft, generation_config, request.processors)
-    runner = SingleRunner(target, request, generation_config, model_kwargs, drafter.model_kwargs_overrides)
-    check_rounds(target, drafter, request.max_length)
-    return Call((request,), drafter, runner, factory)
-
-
-def _batch(
-    target: PreTrainedModel,
-    draft: DSparkDraftModel | Eagle3DraftModel,
-    input_ids: torch.Tensor,
-    factory: RequestFactory,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    queue: WaitingRequests | None,
-) -> Call:
-    """Requests that share their passes, and others that wait for a free place."""
+    if len(input_ids) == 1 and queue is None:  # with any cache and any input that plain generation supports
+        request = factory.only(input_ids)
+        drafter = generator_for(target, draft, generation_config, request.processors)
+        runner = SingleRunner(target, request, generation_config, model_kwargs, drafter.model_kwargs_overrides)
+        check_rounds(target, drafter, request.max_length)
+        return Call((request,), drafter, runner, factory)
     if isinstance(draft, Eagle3DraftModel):
         check_single_row(len(input_ids), is_queued=queue is not None)
     check_batch(target, generation_config, model_kwargs)
@@ -88,9 +64,9 @@ def _batch(
     position_limits(target).check_batch(lengths)
     drafter = generator_for(target, draft, generation_config, requests[0].processors)
     drafter.add_requests([request.processors for request in requests[1:]])
-    runner = PackedRunner(target, requests, drafter.model_kwargs_overrides)
+    packed_runner = PackedRunner(target, requests, drafter.model_kwargs_overrides)
     check_packed_rounds(target, drafter, max(longest for _, longest in lengths))
-    return Call(tuple(requests), drafter, runner, factory, queue)
+    return Call(tuple(requests), drafter, packed_runner, factory, queue)
 
 
 def generator_for(

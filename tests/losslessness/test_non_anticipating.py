@@ -46,7 +46,7 @@ def bonus_probabilities(monkeypatch, rejected: bool) -> torch.Tensor:
     """What our rule draws the next token from, after a rejection or without a draft."""
     weights = []
 
-    def capture(probabilities, num_samples):
+    def capture(probabilities, num_samples, generator=None):
         weights.append(probabilities[0] / probabilities[0].sum())
         return torch.zeros(1, num_samples, dtype=torch.long)
 

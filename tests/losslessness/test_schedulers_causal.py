@@ -217,7 +217,7 @@ def residuals(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
     """What `sampling.select_bonus` draws from after a rejection, `(texts, V)`."""
     drawn_from = []
 
-    def capture(probabilities, num_samples):
+    def capture(probabilities, num_samples, generator=None):
         drawn_from.append(probabilities)
         return torch.zeros(len(probabilities), num_samples, dtype=torch.long)
 
