@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafters of every kind share: the state of a request, its context, and transformers' own protocol.
+"""What drafters of every kind share: context, the way from drawn blocks to proposals, transformers' own protocol.
 
 Legend: R requests, c context tokens of one, k drafts, m captured layers, d hidden, V target vocabulary, D draft
 vocabulary (= V unless reduced).
@@ -8,19 +8,16 @@ vocabulary (= V unless reduced).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import CandidateGenerator
 
 from .._compat import hidden_states_of
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..drafts.modeling_eagle3 import Eagle3DraftModel
 from ..drafts.position_limits import position_limits
-from ..scheduling.acceptance import AcceptanceHistory
-from ..scheduling.gate import DraftingPause
 from .drafter import CommittedContext, DraftProposal
 from .drafter_inputs import (
     captured_states,
@@ -33,25 +30,7 @@ from .drafter_inputs import (
     over_target_vocabulary,
 )
 from .drawing import BlockDrawer, DrawnBlocks, warn_not_finite
-from .processors import mirrored
-
-
-@dataclass
-class DraftingState:
-    """All that a drafter knows of one request, but for the keys and values in its cache."""
-
-    processors: LogitsProcessorList  # mirrored
-    history: AcceptanceHistory | None = None  # None where every draft is sent
-    pause: DraftingPause = field(default_factory=DraftingPause)
-    # Of committed tokens that the draft has not read yet, in parts; padding is left out.
-    context: list[torch.Tensor] = field(default_factory=list)  # each [1, c, m * d]
-    positions: list[torch.Tensor] = field(default_factory=list)  # each [1, c]
-    anchor_position: torch.Tensor | None = None  # [1, 1]; None before the prompt was read
-
-    @property
-    def num_waiting(self) -> int:
-        """Context tokens the draft has not read yet."""
-        return sum(part.shape[1] for part in self.context)
+from .request import Request
 
 
 class BaseDrafter(CandidateGenerator):
@@ -65,22 +44,19 @@ class BaseDrafter(CandidateGenerator):
         target: PreTrainedModel,
         draft: DSparkDraftModel | Eagle3DraftModel,
         generation_config: GenerationConfig,  # the call's prepared config (`do_sample`, `max_length`, EOS)
+        logits_processor: LogitsProcessorList | None = None,  # the call's, for the stock loop, which has no requests
     ):
         self.draft = draft
         self._target_name = type(target).__name__
         self.binding = draft.bind_target(target)
         self.do_sample = bool(generation_config.do_sample)
-        self.max_length = generation_config.max_length
+        self._generation_config, self._processors = generation_config, logits_processor or LogitsProcessorList()
+        self._own_request: Request | None = None
         layers = generation_config.output_hidden_states or hidden_states_of(draft.config.target_layer_ids)
         self.model_kwargs_overrides = {"output_hidden_states": layers}
-        self._requests: list[DraftingState] = []
         self._draft_token_ids = draft.draft_token_ids()
         self._end_ids = end_token_ids(generation_config)
         self._position_limits = position_limits(target)
-
-    def _new_state(self, processors: LogitsProcessorList | None) -> DraftingState:
-        """The state of a request that begins."""
-        return DraftingState(mirrored(processors or LogitsProcessorList()))
 
     def _num_cached(self) -> int:
         """Context tokens of the first request that the draft has read."""
@@ -95,55 +71,54 @@ class BaseDrafter(CandidateGenerator):
             hidden_states, config.target_layer_ids, config.hidden_size, self._target_name, kind=self.kind
         )
 
-    def read(self, context: CommittedContext) -> None:
+    def read(self, requests: Sequence[Request], context: CommittedContext) -> None:
         """Read the target's hidden states of the tokens just committed, the new anchors excluded."""
         draft, num_tokens = self.draft, max(span.rows.stop for span in context.spans)
         layer_ids = draft.config.target_layer_ids
         captured = captured_states(context.hidden_states, layer_ids, num_tokens, draft.device, draft.dtype)
         for span in context.spans:
-            request, states, positions = self._requests[span.request], captured[:, span.rows], span.positions
-            positions, request.anchor_position = positions.to(draft.device).split([states.shape[1], 1], dim=1)
+            state, states = requests[span.request].drafting, captured[:, span.rows]
+            positions, state.anchor_position = span.positions.to(draft.device).split([states.shape[1], 1], dim=1)
             if span.keep is not None:
                 keep = span.keep.to(draft.device)
                 states, positions = states[:, keep], positions[:, keep]
-            request.context.append(states)
-            request.positions.append(positions)
+            state.context.append(states)
+            state.positions.append(positions)
 
     def add_context(
         self,
+        request: Request,
         hidden_states: tuple[torch.Tensor, ...],  # the target's, indexed by layer; each [1, >= num_tokens, d]
         num_tokens: int,  # leading rows to take: the whole prompt at first, then `num_accepted + 1`
         model_kwargs: dict[str, Any],  # the loop's, grown to the anchor: `position_ids`, `attention_mask`
     ) -> None:
-        """[`read`] after a pass over one request, as the stock loop and tools run it."""
-        (request,) = self._requests
-        num_before, is_prompt = self._num_cached() + request.num_waiting, request.anchor_position is None
-        self.read(context_of_one(hidden_states, num_tokens, model_kwargs, num_before, is_prompt))
+        """[`read`] after a pass over the only request, as the stock loop runs it."""
+        state = request.drafting
+        num_before, is_prompt = self._num_cached() + state.num_waiting, state.anchor_position is None
+        self.read([request], context_of_one(hidden_states, num_tokens, model_kwargs, num_before, is_prompt))
 
     # Proposals
 
-    def propose(
-        self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None = None, others_wait: bool = False
-    ) -> list[DraftProposal]:
+    def add_requests(self, requests: Sequence[Request]) -> None:
+        """Take in requests after the present ones."""
+        raise NotImplementedError
+
+    def propose(self, requests: Sequence[Request], others_wait: bool = False) -> list[DraftProposal]:
         """Draft after each text; see [`Drafter`]."""
         raise NotImplementedError
 
-    def _tokens_left(self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None) -> Sequence[int]:
-        """Tokens that each text may still grow by; what the call's `max_length` leaves unless the caller says it."""
-        return limits if limits is not None else [self.max_length - text.shape[1] for text in texts]
-
-    def _slots(self, texts: Sequence[torch.Tensor], tokens_left: Sequence[int], most: int) -> list[int]:
+    def _slots(self, requests: Sequence[Request], most: int) -> list[int]:
         """Drafts that each request may make in this round, at most `most`; none while it pauses."""
         slots = []
-        for request, text, left in zip(self._requests, texts, tokens_left, strict=True):
+        for request in requests:
             # The target adds one token itself, so a draft at the last free position could never be kept.
-            wanted = max(0, min(most, left - 1))
-            allowed = drafts_within(self._position_limits, wanted, text, request.anchor_position)
-            slots.append(allowed if allowed and request.pause.passes() else 0)
+            wanted, state = max(0, min(most, request.num_left - 1)), request.drafting
+            allowed = drafts_within(self._position_limits, wanted, request.input_ids, state.anchor_position)
+            slots.append(allowed if allowed and state.pause.passes() else 0)
         return slots
 
-    def _drawer(self, texts: Sequence[torch.Tensor], slots: Sequence[int]) -> BlockDrawer:
-        processors, vocab_size = [request.processors for request in self._requests], self.draft.config.vocab_size
+    def _drawer(self, requests: Sequence[Request], texts: Sequence[torch.Tensor], slots: Sequence[int]) -> BlockDrawer:
+        processors, vocab_size = [request.drafting.processors for request in requests], self.draft.config.vocab_size
         return BlockDrawer(texts, processors, slots, self.do_sample, vocab_size, self._draft_token_ids)
 
     def _until_end(self, drawn: DrawnBlocks, lengths: Sequence[int]) -> list[int]:
@@ -153,14 +128,16 @@ class BaseDrafter(CandidateGenerator):
         blocks = zip(drawn.token_ids.tolist(), lengths, strict=True)
         return [length_to_end(ids[:length], self._end_ids) for ids, length in blocks]
 
-    def _note_failures(self, drawn: DrawnBlocks, slots: Sequence[int], has_failed: Sequence[bool]) -> None:
+    def _note_failures(
+        self, requests: Sequence[Request], drawn: DrawnBlocks, slots: Sequence[int], has_failed: Sequence[bool]
+    ) -> None:
         """Pause requests whose logits are not finite from the first slot on, or which have failed otherwise."""
         if any(drawn.overflowed):
             warn_not_finite(self.draft, "logits")
-        blocks = zip(self._requests, slots, drawn.overflowed, drawn.lengths, has_failed, strict=True)
+        blocks = zip(requests, slots, drawn.overflowed, drawn.lengths, has_failed, strict=True)
         for request, num_slots, overflowed, length, failed in blocks:
             if num_slots:
-                request.pause.observe(failed or (overflowed and length == 0))
+                request.drafting.pause.observe(failed or (overflowed and length == 0))
 
     def _proposal(
         self,
@@ -194,12 +171,22 @@ class BaseDrafter(CandidateGenerator):
             return input_ids, None
         hidden_states = model_outputs.hidden_states
         self.check_hidden_states(hidden_states)
-        is_prompt = self._requests[0].anchor_position is None
+        request = self._stock_request(input_ids)
+        is_prompt = request.drafting.anchor_position is None
         num_tokens = num_prompt_tokens(hidden_states) if is_prompt else int(n_last_matches) + 1
-        self.add_context(hidden_states, num_tokens, model_kwargs)
-        (proposal,) = self.propose([input_ids])
+        self.add_context(request, hidden_states, num_tokens, model_kwargs)
+        (proposal,) = self.propose([request])
         logits = proposal.draft_logits if proposal.token_ids.shape[1] else None
         return torch.cat([input_ids, proposal.token_ids], dim=1), logits
+
+    def _stock_request(self, input_ids: torch.Tensor) -> Request:
+        """The one text of the stock loop, as a request."""
+        if self._own_request is None:
+            config, criteria = self._generation_config, StoppingCriteriaList()
+            self._own_request = Request(0, input_ids, self._processors, criteria, config.max_length, config)
+            self.add_requests([self._own_request])
+        self._own_request.input_ids = input_ids
+        return self._own_request
 
     def update_candidate_strategy(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int

@@ -50,7 +50,8 @@ def prepare_call(
     """Prepare one request alone, or a batch if there are several or others wait."""
     if len(input_ids) == 1 and queue is None:  # with any cache and any input that plain generation supports
         request = factory.only(input_ids)
-        drafter = generator_for(target, draft, generation_config, request.processors)
+        drafter = generator_for(target, draft, generation_config)
+        drafter.add_requests([request])
         runner = SingleRunner(target, request, generation_config, model_kwargs, drafter.model_kwargs_overrides)
         check_rounds(target, drafter, request.max_length)
         return Call((request,), drafter, runner, factory)
@@ -62,8 +63,8 @@ def prepare_call(
     waiting = queue.prompt_lengths if queue is not None else []
     lengths += [(length, length + requests[0].num_left) for length in waiting]
     position_limits(target).check_batch(lengths)
-    drafter = generator_for(target, draft, generation_config, requests[0].processors)
-    drafter.add_requests([request.processors for request in requests[1:]])
+    drafter = generator_for(target, draft, generation_config)
+    drafter.add_requests(requests)
     packed_runner = PackedRunner(target, requests, drafter.model_kwargs_overrides)
     check_packed_rounds(target, drafter, max(longest for _, longest in lengths))
     return Call(tuple(requests), drafter, packed_runner, factory, queue)
@@ -73,7 +74,7 @@ def generator_for(
     target: PreTrainedModel,
     draft: DSparkDraftModel | Eagle3DraftModel,
     generation_config: GenerationConfig,
-    logits_processor: LogitsProcessorList | None,
+    logits_processor: LogitsProcessorList | None = None,  # for the stock loop; requests bring their own
 ) -> DSparkCandidateGenerator | Eagle3CandidateGenerator:
     """Create the drafter for the kind of the draft."""
     kind = Eagle3CandidateGenerator if isinstance(draft, Eagle3DraftModel) else DSparkCandidateGenerator

@@ -18,10 +18,11 @@ from ..drafts.draft_cache import DraftCache
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..scheduling.acceptance import AcceptanceHistory
 from ..scheduling.curve import SPSCurve
-from .base_drafter import BaseDrafter, DraftingState
+from .base_drafter import BaseDrafter
 from .criterion import criterion_for, resolve_options
 from .drafter import DraftProposal
 from .drawing import DrawnBlocks, warn_not_finite
+from .request import Request
 
 
 class DSparkCandidateGenerator(BaseDrafter):
@@ -34,7 +35,8 @@ class DSparkCandidateGenerator(BaseDrafter):
         target (`PreTrainedModel`): The model that generates.
         draft (`DSparkDraftModel`): Its draft.
         generation_config (`GenerationConfig`): The call's prepared config (`do_sample`, `max_length`, EOS).
-        logits_processor (`LogitsProcessorList`, *optional*): The call's prepared processors, for one request.
+        logits_processor (`LogitsProcessorList`, *optional*):
+            The call's prepared processors, for transformers' own loop; requests bring their own.
 
     Raises:
         NotImplementedError: If the target is no decoder-only language model.
@@ -50,16 +52,10 @@ class DSparkCandidateGenerator(BaseDrafter):
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList | None = None,
     ):
-        super().__init__(target, draft, generation_config)
+        super().__init__(target, draft, generation_config, logits_processor)
         self.options = resolve_options(draft.config, draft.generation_config, generation_config)
         self.criterion = criterion_for(self.options, draft.config, self.do_sample)
-        self._requests = [self._new_state(logits_processor)]
-        self._cache = DraftCache(draft.config.num_hidden_layers)
-
-    def _new_state(self, processors: LogitsProcessorList | None) -> DraftingState:
-        state = super()._new_state(processors)
-        state.history = self.criterion.new_history() if self.criterion is not None else None
-        return state
+        self._cache = DraftCache(draft.config.num_hidden_layers, num_requests=0)
 
     def _num_cached(self) -> int:
         return self._cache.lengths[0]
@@ -78,33 +74,31 @@ class DSparkCandidateGenerator(BaseDrafter):
         if self.criterion is not None:
             self.criterion.use_curve(curve)
 
-    def add_requests(self, processors: Sequence[LogitsProcessorList]) -> None:
-        """Add requests after the present ones.
+    def add_requests(self, requests: Sequence[Request]) -> None:
+        """Take in requests after the present ones.
 
         Args:
-            processors (`Sequence[LogitsProcessorList]`): The prepared processors of each.
+            requests (`Sequence[Request]`): Requests that begin.
         """
-        self._requests += [self._new_state(own) for own in processors]
-        self._cache.add(len(processors))
+        self._cache.add(len(requests))
+        if self.criterion is not None:
+            for request in requests:
+                request.drafting.history = self.criterion.new_history()
 
     def keep_requests(self, requests: Sequence[int]) -> None:
         """Forget all other requests.
 
         Args:
-            requests (`Sequence[int]`): Requests to keep, in their new order.
+            requests (`Sequence[int]`): Places of the requests to keep, in their new order.
         """
-        self._requests = [self._requests[request] for request in requests]
         self._cache.keep(requests)
 
-    def propose(
-        self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None = None, others_wait: bool = False
-    ) -> list[DraftProposal]:
+    def propose(self, requests: Sequence[Request], others_wait: bool = False) -> list[DraftProposal]:
         """Draft the tokens after each request's anchor and cut them where further drafts do not pay off.
 
         Args:
-            texts (`Sequence[torch.LongTensor]` of length R): Each request's text, `(1, s)`, the anchor last.
-            limits (`Sequence[int]`, *optional*):
-                Tokens that each text may still grow by; what the call's `max_length` leaves without it.
+            requests (`Sequence[Request]` of length R): All of the call that have not ended; each text ends with its
+                anchor.
             others_wait (`bool`, *optional*, defaults to `False`):
                 Whether other texts take the places of those that end, so that none of these holds up the call.
 
@@ -113,29 +107,23 @@ class DSparkCandidateGenerator(BaseDrafter):
             not pay off, or where the draft's numbers are repeatedly not finite; the context waits then, and is
             caught up with in one pass.
         """
-        tokens_left = self._tokens_left(texts, limits)
-        slots = self._slots(texts, tokens_left, self.options.num_assistant_tokens)
-        if others_wait:
-            tokens_left = None
-        if max(slots) < 1 or not self._should_draft(tokens_left):
-            return [DraftProposal(text[:, :0], drafted=False) for text in texts]
-        hidden = self._parallel_stage([text[:, -1:] for text in texts])[:, : max(slots)]  # [R, k, d]
-        drawn, confidence = self._sequential_stage(hidden, texts, slots)
+        tokens_left = None if others_wait else [request.num_left for request in requests]
+        slots = self._slots(requests, self.options.num_assistant_tokens)
+        if max(slots) < 1 or not self._should_draft(requests, tokens_left):
+            return [DraftProposal(request.input_ids[:, :0], drafted=False) for request in requests]
+        hidden = self._parallel_stage(requests)[:, : max(slots)]  # [R, k, d]
+        drawn, confidence = self._sequential_stage(requests, hidden, slots)
         rows, confidence = self._recorded(drawn, confidence)
-        lengths = self._until_end(drawn, self._cut(drawn, confidence, hidden.shape[1], tokens_left))
+        lengths = self._until_end(drawn, self._cut(requests, drawn, confidence, hidden.shape[1], tokens_left))
         no_confidence = [not length and row[:1] == (0.0,) for row, length in zip(rows, lengths, strict=True)]
-        self._note_failures(drawn, slots, no_confidence)
+        self._note_failures(requests, drawn, slots, no_confidence)
         return [
-            self._proposal(text, drawn, row, lengths[row], rows[row], drafted=slots[row] > 0)
-            for row, text in enumerate(texts)
+            self._proposal(request.input_ids, drawn, row, lengths[row], rows[row], drafted=slots[row] > 0)
+            for row, request in enumerate(requests)
         ]
 
-    def _should_draft(self, tokens_left: Sequence[int] | None) -> bool:
-        return self.criterion is None or self.criterion.should_draft(self._histories, tokens_left)
-
-    @property
-    def _histories(self) -> list[AcceptanceHistory]:
-        return [request.history for request in self._requests]
+    def _should_draft(self, requests: Sequence[Request], tokens_left: Sequence[int] | None) -> bool:
+        return self.criterion is None or self.criterion.should_draft(_histories(requests), tokens_left)
 
     def _recorded(
         self, drawn: DrawnBlocks, confidence: torch.Tensor | None
@@ -149,20 +137,20 @@ class DSparkCandidateGenerator(BaseDrafter):
         confidence = torch.nan_to_num(confidence, nan=0.0)
         return [tuple(0.0 if math.isnan(c) else c for c in row) for row in rows], confidence
 
-    def _parallel_stage(self, anchor_ids: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _parallel_stage(self, requests: Sequence[Request]) -> torch.Tensor:
         """One forward over [anchor, mask, ...] and the context since the last; the predicting slots, [R, slots, d]."""
-        config, requests = self.draft.config, self._requests
-        anchor_id = torch.cat(list(anchor_ids))
+        config, states = self.draft.config, [request.drafting for request in requests]
+        anchor_id = torch.cat([request.input_ids[:, -1:] for request in requests])
         masks = anchor_id.new_full((len(requests), config.block_size - 1), config.mask_token_id)
         embeds = self.binding.embed(torch.cat([anchor_id, masks], dim=1))
-        context = torch.cat([part for request in requests for part in request.context], dim=1)  # [1, C, m * d]
-        positions = torch.cat([part for request in requests for part in request.positions], dim=1)
-        anchor_position = torch.cat([request.anchor_position for request in requests], dim=1)  # [1, R]
+        context = torch.cat([part for state in states for part in state.context], dim=1)  # [1, C, m * d]
+        positions = torch.cat([part for state in states for part in state.positions], dim=1)
+        anchor_position = torch.cat([state.anchor_position for state in states], dim=1)  # [1, R]
         offsets = torch.arange(config.block_size, device=anchor_position.device)
         block_positions = (anchor_position[:, :, None] + offsets).flatten(1)
-        self._cache.begin([request.num_waiting for request in requests], config.block_size)
-        for request in requests:
-            request.context, request.positions = [], []
+        self._cache.begin([state.num_waiting for state in states], config.block_size)
+        for state in states:
+            state.context, state.positions = [], []
         outputs = self.draft(
             noise_embeds=embeds.to(context.device, context.dtype),
             context_hidden_states=context,
@@ -172,13 +160,13 @@ class DSparkCandidateGenerator(BaseDrafter):
         return outputs.last_hidden_state[:, -config.num_draft_slots :]
 
     def _sequential_stage(
-        self, hidden: torch.Tensor, texts: Sequence[torch.Tensor], slots: Sequence[int]
+        self, requests: Sequence[Request], hidden: torch.Tensor, slots: Sequence[int]
     ) -> tuple[DrawnBlocks, torch.Tensor | None]:
         """Sample the slots left to right (Eq 4); with them their confidences [R, k]."""
         head, base_logits = self.draft.markov_head, self.draft.base_logits(hidden, self.binding)
-        texts = [text.to(hidden.device) for text in texts]
-        drawer = self._drawer(texts, slots)
-        if head is None and not self.do_sample and not self._requests[0].processors:
+        texts = [request.input_ids.to(hidden.device) for request in requests]
+        drawer = self._drawer(requests, texts, slots)
+        if head is None and not self.do_sample and not requests[0].drafting.processors:
             drawer.draw_all(base_logits)
             return drawer.finish(), self._confidence(hidden, None)
         state = head.initial_state(hidden[:, 0]) if head is not None else None
@@ -207,17 +195,17 @@ class DSparkCandidateGenerator(BaseDrafter):
 
     def _cut(
         self,
+        requests: Sequence[Request],
         drawn: DrawnBlocks,
         confidence: torch.Tensor | None,
         num_slots: int,
         tokens_left: Sequence[int] | None,
     ) -> list[int]:
         """Choose how many drafts of each request to send."""
-        lengths = drawn.lengths
+        lengths, histories = drawn.lengths, _histories(requests)
         if self.criterion is not None and max(lengths):
             if confidence is None:
-                past = [request.history.conditional_acceptance[:num_slots] for request in self._requests]
-                confidence = torch.tensor(past)
+                confidence = torch.tensor([history.conditional_acceptance[:num_slots] for history in histories])
             # As wide as without dead ends, which depend on the drafts before them: how many slots there are must not
             # tell the scheduler of a slot what its draft leads to.
             confidence = torch.nn.functional.pad(confidence, (0, num_slots - confidence.shape[1]))
@@ -225,15 +213,20 @@ class DSparkCandidateGenerator(BaseDrafter):
                 slots = torch.arange(num_slots, device=confidence.device)
                 is_kept = slots < torch.tensor(lengths, device=confidence.device)[:, None]
                 confidence = confidence.masked_fill(~is_kept, 0.0)
-            chosen = self.criterion.verify_lengths(self._histories, confidence, tokens_left).tolist()
+            chosen = self.criterion.verify_lengths(histories, confidence, tokens_left).tolist()
             lengths = [min(pair) for pair in zip(chosen, lengths, strict=True)]
         return lengths
 
-    def observe(self, records: Sequence[RoundRecord]) -> None:
+    def observe(self, requests: Sequence[Request], records: Sequence[RoundRecord]) -> None:
         """Let the criterion learn from a finished round.
 
         Args:
-            records (`Sequence[RoundRecord]` of length R): The round of each request.
+            requests (`Sequence[Request]` of length R): The requests of the round.
+            records (`Sequence[RoundRecord]` of length R): The round of each.
         """
         if self.criterion is not None:
-            self.criterion.observe(self._histories, records)
+            self.criterion.observe(_histories(requests), records)
+
+
+def _histories(requests: Sequence[Request]) -> list[AcceptanceHistory]:
+    return [request.drafting.history for request in requests]

@@ -21,6 +21,7 @@ from .base_drafter import BaseDrafter
 from .drafter import CommittedContext, DraftProposal
 from .drafter_inputs import chosen_knob
 from .drawing import DrawnBlocks
+from .request import Request
 
 
 def resolve_num_drafts(
@@ -78,9 +79,9 @@ class Eagle3CandidateGenerator(BaseDrafter):
         generation_config: GenerationConfig,  # the call's prepared config (`do_sample`, `max_length`, EOS)
         logits_processor: LogitsProcessorList | None = None,
     ):
-        super().__init__(target, draft, generation_config)
+        super().__init__(target, draft, generation_config, logits_processor)
         self.num_drafts = resolve_num_drafts(draft.config, draft.generation_config, generation_config)
-        self._requests = [self._new_state(logits_processor)]
+        self._num_requests = 0
         self._cache = DynamicCache()
         self._is_text = torch.zeros(0, dtype=torch.bool)  # [c], of all tokens that wait: False for padding
 
@@ -95,52 +96,52 @@ class Eagle3CandidateGenerator(BaseDrafter):
     def use_curve(self, curve: SPSCurve) -> None:
         """No-op: nothing is scheduled."""
 
-    def observe(self, records: Sequence[RoundRecord]) -> None:
+    def observe(self, requests: Sequence[Request], records: Sequence[RoundRecord]) -> None:
         """No-op: nothing is learned from a finished round."""
 
-    def add_requests(self, processors: Sequence[LogitsProcessorList]) -> None:
-        """Reject a second request."""
-        check_single_row(1 + len(processors))
+    def add_requests(self, requests: Sequence[Request]) -> None:
+        """Take in the only request, and reject a second one."""
+        self._num_requests += len(requests)
+        check_single_row(self._num_requests)
 
     def keep_requests(self, requests: Sequence[int]) -> None:
         """No-op: the one request ends with the call."""
 
-    def read(self, context: CommittedContext) -> None:
+    def read(self, requests: Sequence[Request], context: CommittedContext) -> None:
         """Read the target's hidden states of the tokens just committed, the new anchor excluded."""
-        super().read(context)
+        super().read(requests, context)
         (span,) = context.spans
         is_text = span.keep.cpu() if span.keep is not None else torch.ones(span.positions.shape[1] - 1).bool()
         self._is_text = torch.cat([self._is_text, is_text])
 
     def propose(
         self,
-        texts: Sequence[torch.Tensor],  # 1 of [1, s], the anchor last
-        limits: Sequence[int] | None = None,
+        requests: Sequence[Request],  # [1]
         others_wait: bool = False,  # noqa: ARG002
     ) -> list[DraftProposal]:  # [1], empty where the length limit leaves no room for a draft
         """Draft the tokens after the anchor."""
-        (text,) = texts
-        slots = self._slots(texts, self._tokens_left(texts, limits), self.num_drafts)
+        (request,) = requests
+        slots = self._slots(requests, self.num_drafts)
         if slots == [0]:
-            return [DraftProposal(text[:, :0], drafted=False)]
-        hidden, position = self._read_context(text)
+            return [DraftProposal(request.input_ids[:, :0], drafted=False)]
+        hidden, position = self._read_context(request)
         committed = self._cache.get_seq_length()
-        drawn = self._draft_chain(text, hidden, position, slots)
+        drawn = self._draft_chain(request, hidden, position, slots)
         self._cache.crop(committed - self._cache.get_seq_length())  # drafted tokens get the target's states
-        self._note_failures(drawn, slots, has_failed=[False])
+        self._note_failures(requests, drawn, slots, has_failed=[False])
         (length,) = self._until_end(drawn, drawn.lengths)
-        return [self._proposal(text, drawn, 0, length)]
+        return [self._proposal(request.input_ids, drawn, 0, length)]
 
-    def _read_context(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read_context(self, request: Request) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass over all context since the last; the newest output and its position, [1, 1, d] and [1, 1]."""
-        (request,) = self._requests
+        state = request.drafting
         # Each state goes with the token after it, the last with the anchor. A prompt of embeddings has no ids.
-        next_ids = text[:, -self._is_text.shape[0] :]
+        next_ids = request.input_ids[:, -self._is_text.shape[0] :]
         next_ids = next_ids[:, self._is_text[-next_ids.shape[1] :]]
         states, positions = (
-            torch.cat(parts, dim=1)[:, -next_ids.shape[1] :] for parts in (request.context, request.positions)
+            torch.cat(parts, dim=1)[:, -next_ids.shape[1] :] for parts in (state.context, state.positions)
         )
-        request.context, request.positions, self._is_text = [], [], self._is_text[:0]
+        state.context, state.positions, self._is_text = [], [], self._is_text[:0]
         outputs = self._step(next_ids, self.draft.project(states), positions)
         return outputs[:, -1:], positions[:, -1:]
 
@@ -150,10 +151,10 @@ class Eagle3CandidateGenerator(BaseDrafter):
         return self.draft(embeds, hidden_states, positions, cache=self._cache).last_hidden_state
 
     def _draft_chain(
-        self, text: torch.Tensor, hidden: torch.Tensor, position: torch.Tensor, slots: Sequence[int]
+        self, request: Request, hidden: torch.Tensor, position: torch.Tensor, slots: Sequence[int]
     ) -> DrawnBlocks:
         """Draw the tokens, each from the output of the step before."""
-        drawer = self._drawer([text.to(hidden.device)], slots)
+        drawer = self._drawer([request], [request.input_ids.to(hidden.device)], slots)
         for slot in range(slots[0]):
             token_id = drawer.draw(self.draft.draft_logits(hidden[:, -1], self.binding))
             if slot + 1 == slots[0] or not drawer.has_open_blocks:

@@ -119,8 +119,7 @@ class Loop:
         """One decoding round: every request drafts, one pass of the target verifies, every text grows."""
         requests, start = self.requests, time.perf_counter()
         anchor_ids = [int(request.input_ids[0, -1]) for request in requests]
-        texts, limits = [request.input_ids for request in requests], [request.num_left for request in requests]
-        proposals = self.drafter.propose(texts, limits, others_wait=self.queue is not None and self.queue.others_wait)
+        proposals = self.drafter.propose(requests, others_wait=self.queue is not None and self.queue.others_wait)
         drafted = time.perf_counter()
         target_pass = self.runner.forward(proposals)
         verified = time.perf_counter()
@@ -139,12 +138,12 @@ class Loop:
         for request, verdict in zip(requests, verdicts, strict=True):
             request.append(verdict)
         if context.spans:
-            self.drafter.read(context)
+            self.drafter.read(self.requests, context)
         return [(request, verdict.new_ids) for request, verdict in zip(requests, verdicts, strict=True)]
 
     def _learn(self, records: Sequence[RoundRecord]) -> None:
         """Pass the round to the drafter and to the collectors."""
-        self.drafter.observe(records)
+        self.drafter.observe(self.requests, records)
         for record in records:
             for collector in self.collectors:
                 collector.add(record)
@@ -163,7 +162,7 @@ class Loop:
         while self.queue is not None and (waiting := self.queue.take(len(self.requests))):
             requests = [self.factory.one(index, prompt) for index, prompt in waiting]
             self.requests += requests
-            self.drafter.add_requests([request.processors for request in requests])
+            self.drafter.add_requests(requests)
             yield from self._prefill(requests)
             self._retire()
 

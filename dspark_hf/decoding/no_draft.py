@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from .drafter import DraftProposal
+from .request import Request
 
 
 class NoDraft:
@@ -17,9 +16,9 @@ class NoDraft:
     model_kwargs_overrides: dict[str, Any] = {}  # noqa: RUF012
     needs_curve = False
 
-    def propose(self, texts: Sequence[torch.Tensor], *_: Any, **__: Any) -> list[DraftProposal]:
+    def propose(self, requests: Sequence[Request], *_: Any, **__: Any) -> list[DraftProposal]:
         """Empty proposals."""
-        return [DraftProposal(text[:, :0], drafted=False) for text in texts]
+        return [DraftProposal(request.input_ids[:, :0], drafted=False) for request in requests]
 
     def ignore(self, *_: Any) -> None:
         """Read and learn nothing."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request: its text, its processors and its criteria; and what a pass and a verdict are.
+"""One request: its text, its processors and criteria, and its drafting state; and what a pass and a verdict are.
 
 Legend: R requests, s text, k drafts, n new tokens, V vocabulary.
 """
@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from .drafting_state import DraftingState
 from .outputs import OutputLog
 from .packed_pass import PackedPass
+from .processors import mirrored
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Request:
         self.processors, self.stopping_criteria, self.max_length = processors, stopping_criteria, max_length
         self.do_sample = bool(generation_config.do_sample)
         self.log = OutputLog(generation_config)
+        self.drafting = DraftingState(mirrored(processors))
         self.finished = False
 
     @property

@@ -39,12 +39,7 @@ class TimedRounds:
         self._start = perf_counter()
         self._text, self._config = _synthetic_text(target, draft, context_length)
         prompt, anchor_id = self._text[:, :context_length], self._text[:, context_length : context_length + 1]
-        requests = [
-            Request(
-                index, prompt, LogitsProcessorList(), StoppingCriteriaList(), self._config.max_length, self._config
-            )
-            for index in range(num_requests)
-        ]
+        requests = self._requests_of(num_requests, prompt)
         drafter = DSparkCandidateGenerator(target, draft, self._config)
         self._runner = self._runner_of(requests, drafter.model_kwargs_overrides)
         with self._runner.running():
@@ -55,6 +50,10 @@ class TimedRounds:
         self._runner.commit(prefill, verdicts)
         for request, verdict in zip(requests, verdicts, strict=True):
             request.append(verdict)
+
+    def _requests_of(self, count: int, text: torch.Tensor) -> list[Request]:
+        rules, config = (LogitsProcessorList(), StoppingCriteriaList()), self._config
+        return [Request(index, text, *rules, config.max_length, config) for index in range(count)]
 
     def _runner_of(self, requests: Sequence[Request], reads: dict[str, Any]) -> SingleRunner | PackedRunner:
         if self.num_requests > 1:
@@ -74,10 +73,12 @@ class TimedRounds:
 
     def restart(self) -> None:
         """Let new drafters draft from the context alone: rounds lengthen what an old one has read."""
-        self._drafters = {}
+        self._drafters, text = {}, self._text[:, : self.context_length + 1]
         for count in {1, self.num_requests}:
-            self._drafters[count] = DSparkCandidateGenerator(self.target, self.draft, self._config)
-            self._drafters[count].add_requests([LogitsProcessorList()] * (count - 1))
+            drafter = DSparkCandidateGenerator(self.target, self.draft, self._config)
+            requests = self._requests_of(count, text)
+            drafter.add_requests(requests)
+            self._drafters[count] = (drafter, requests)
             self._draft(count, self.context_length)
 
     def run(self, batch_tokens: int) -> tuple[float, float]:  # seconds of drafting, and of verification
@@ -100,12 +101,12 @@ class TimedRounds:
 
     def _draft(self, num_requests: int, num_context: int) -> float:
         """Seconds of drafting after the first tokens of each request, whose states lie one after the other."""
-        drafter, positions = self._drafters[num_requests], torch.arange(num_context + 1)[None]
+        (drafter, requests), positions = self._drafters[num_requests], torch.arange(num_context + 1)[None]
         firsts = [index * self.context_length for index in range(num_requests)]
         spans = [ContextSpan(i, slice(first, first + num_context), positions) for i, first in enumerate(firsts)]
-        drafter.read(CommittedContext(self._hidden_states, tuple(spans)))
+        drafter.read(requests, CommittedContext(self._hidden_states, tuple(spans)))
         start = perf_counter()
-        proposals = drafter.propose([self._text[:, : self.context_length + 1]] * num_requests)
+        proposals = drafter.propose(requests)
         _synchronize(self.draft.device)
         seconds = perf_counter() - start
         if not all(proposal.drafted for proposal in proposals):  # a pause takes no time and is not a measurement

@@ -246,8 +246,8 @@ def test_undo_of_temperature_in_q_is_noticed(monkeypatch):
     target, draft = sampling_pair(0.0, noise=0.8)
     right = DSparkCandidateGenerator.propose
 
-    def raw_q(self, texts, *arguments, **named):
-        (proposal,) = right(self, texts, *arguments, **named)
+    def raw_q(self, requests, *arguments, **named):
+        (proposal,) = right(self, requests, *arguments, **named)
         if proposal.draft_logits is None:
             return [proposal]
         return [DraftProposal(proposal.token_ids, proposal.draft_logits * 0.5, proposal.confidence)]
@@ -266,8 +266,8 @@ def test_a_cut_that_looks_ahead_is_noticed(monkeypatch, rule):
         draft.confidence_head.proj.weight[0, -VOCAB_SIZE:] = torch.tensor([9.0] * 6 + [-9.0] * 6)
     right = DSparkCandidateGenerator.propose
 
-    def cut(self, texts, *arguments, **named):
-        (proposal,) = right(self, texts, *arguments, **named)
+    def cut(self, requests, *arguments, **named):
+        (proposal,) = right(self, requests, *arguments, **named)
         ids, length = proposal.token_ids, proposal.token_ids.shape[1]
         if not length:
             return [proposal]

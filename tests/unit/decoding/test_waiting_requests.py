@@ -2,6 +2,7 @@
 """Which prompts start, and when they are taken."""
 
 import inspect
+from types import SimpleNamespace
 
 import torch
 
@@ -63,5 +64,5 @@ def test_the_drafter_that_never_drafts_is_a_drafter():
 
 def test_nothing_is_proposed():
     texts = [torch.tensor([[1, 2, 3]]), torch.tensor([[4]])]
-    found = NoDraft().propose(texts, [5, 6], others_wait=True)
+    found = NoDraft().propose([SimpleNamespace(input_ids=text) for text in texts], others_wait=True)
     assert [(own.token_ids.shape, own.draft_logits, own.drafted) for own in found] == [((1, 0), None, False)] * 2
