@@ -20,8 +20,6 @@ from ..drafts.modeling_eagle3 import Eagle3DraftModel
 from ..drafts.position_limits import position_limits
 from .drafter import CommittedContext, DraftProposal
 from .drafter_inputs import (
-    captured_states,
-    check_hidden_states,
     context_of_one,
     drafts_within,
     end_token_ids,
@@ -66,16 +64,28 @@ class BaseDrafter(CandidateGenerator):
 
     def check_hidden_states(self, hidden_states: tuple[torch.Tensor, ...] | None) -> None:
         """Reject a target that does not return the hidden states the draft reads."""
-        config = self.draft.config
-        check_hidden_states(
-            hidden_states, config.target_layer_ids, config.hidden_size, self._target_name, kind=self.kind
-        )
+        layer_ids, width, target = self.draft.config.target_layer_ids, self.draft.config.hidden_size, self._target_name
+        known = hidden_states or ()
+        captured = [known[i + 1] if i + 1 < len(known) else None for i in layer_ids]
+        if any(states is None for states in captured):
+            returned = f"those of {len(known) - 1} layers" if known else "none"
+            raise ValueError(
+                f"{target} returned no hidden states for `target_layer_ids` {list(layer_ids)}, which {self.kind} "
+                f"drafts need, but {returned}. Its forward must honour `output_hidden_states`, one entry for each "
+                "layer of its config."
+            )
+        for states in captured:
+            if states.ndim != 3 or states.shape[-1] != width:
+                raise ValueError(
+                    f"{target} returned hidden states of {states.ndim} dimensions and shape {tuple(states.shape)}, "
+                    f"and {self.kind} drafts read (1, tokens, {width}). This target cannot have one."
+                )
 
     def read(self, requests: Sequence[Request], context: CommittedContext) -> None:
         """Read the target's hidden states of the tokens just committed, the new anchors excluded."""
         draft, num_tokens = self.draft, max(span.rows.stop for span in context.spans)
-        layer_ids = draft.config.target_layer_ids
-        captured = captured_states(context.hidden_states, layer_ids, num_tokens, draft.device, draft.dtype)
+        layers = [context.hidden_states[i + 1][:, :num_tokens] for i in draft.config.target_layer_ids]
+        captured = torch.cat([states.to(draft.device, draft.dtype) for states in layers], dim=-1)  # [1, N, m * d]
         for span in context.spans:
             state, states = requests[span.request].drafting, captured[:, span.rows]
             positions, state.anchor_position = span.positions.to(draft.device).split([states.shape[1], 1], dim=1)
