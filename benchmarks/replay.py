@@ -39,14 +39,7 @@ from dspark_hf.common.prompts import read_prompts
 from dspark_hf.evaluation.load_plot import save_load_plot
 from dspark_hf.profiling import profile_for
 from dspark_hf.profiling.measure import batch_points
-from dspark_hf.scheduling import (
-    CapacityScheduler,
-    DraftingPolicy,
-    FixedScheduler,
-    LookaheadScheduler,
-    PrefixScheduler,
-    ThresholdScheduler,
-)
+from dspark_hf.scheduling import DraftingPolicy, LookaheadScheduler, Scheduler, all_rules
 from dspark_hf.scheduling.simulation import LoadReport, full_blocks, replay
 
 
@@ -182,15 +175,10 @@ def known_curve(curve: SPSCurve, num_rows: int, num_slots: int, row_s: float) ->
 
 
 def policies(num_slots: int, prior: list[float] | None, curve: SPSCurve | None) -> dict[str, Callable]:
-    def make(scheduler, **options):
+    def make(scheduler: Callable[[], Scheduler], **options: bool) -> Callable[[], DraftingPolicy]:
         return lambda: DraftingPolicy(scheduler(), num_slots, prior, curve, **options)
 
-    fixed = {f"fixed {n}": make(lambda n=n: FixedScheduler(n)) for n in range(1, num_slots + 1)}
-    return fixed | {
-        "threshold 0.5": make(lambda: ThresholdScheduler(0.5)),
-        "Algorithm 1": make(PrefixScheduler),
-        "capacity": make(CapacityScheduler),
-        "look-ahead": make(LookaheadScheduler, learn_times=False),
+    return {name: make(rule) for name, rule in all_rules(num_slots).items()} | {
         "hardware, sampling": make(LookaheadScheduler, may_skip=True, learn_times=False),
         "hardware, greedy": make(LookaheadScheduler, may_skip=True),
     }

@@ -17,17 +17,7 @@ import time
 import numpy as np
 import torch
 
-from dspark_hf.scheduling import (
-    CapacityScheduler,
-    FixedScheduler,
-    LookaheadScheduler,
-    PrefixScheduler,
-    RoundOutlook,
-    Scheduler,
-    SPSCurve,
-    ThresholdScheduler,
-    mean_survival,
-)
+from dspark_hf.scheduling import RoundOutlook, Scheduler, SPSCurve, all_rules, mean_survival
 
 
 MEAN_ACCEPTANCE = 0.75
@@ -49,16 +39,6 @@ def curves(num_requests: int, num_slots: int) -> dict[str, SPSCurve]:
         "flat, then linear": SPSCurve((1, 2 * num_requests, most), (0.020, 0.020, 0.080), 0.002),
         "linear": SPSCurve((1, most), (0.020, 0.200), 0.002),
         "stairs": SPSCurve(steps, tuple(0.020 + 0.010 * (8 * b // most) for b in steps), 0.002),
-    }
-
-
-def schedulers() -> dict[str, Scheduler]:
-    return {
-        "fixed": FixedScheduler(3),
-        "threshold": ThresholdScheduler(0.5),
-        "Algorithm 1": PrefixScheduler(),
-        "capacity": CapacityScheduler(),
-        "look-ahead": LookaheadScheduler(),
     }
 
 
@@ -87,10 +67,10 @@ def main() -> None:
     print(f"torch {torch.__version__}, numpy {np.__version__}, {platform.machine()}\n")
     print("| scheduler | curve | median | median of CPU time | 95 % of CPU time |")
     print("|---|---|---|---|---|")
-    for name, scheduler in schedulers().items():
+    for name, make in all_rules(arguments.slots).items():
         for curve_name, curve in curves(*shape).items():
             outlook = RoundOutlook(curve, mean_survival([MEAN_ACCEPTANCE] * arguments.slots))
-            wall_ms, cpu_ms = measure(scheduler, blocks, outlook, arguments.repeats)
+            wall_ms, cpu_ms = measure(make(), blocks, outlook, arguments.repeats)
             late = sorted(cpu_ms)[int(0.95 * len(cpu_ms))]
             figures = f"{statistics.median(wall_ms):.2f} | {statistics.median(cpu_ms):.2f} | {late:.2f}"
             print(f"| {name} | {curve_name} | {figures} |")

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dspark_hf import DSparkDraftModel, collect_rounds
 from dspark_hf.default_pair import ensure_default_target
 from dspark_hf.training import DSparkTrainingArguments
-from dspark_hf.training.answer_engine import SamplingSettings
 from dspark_hf.training.answers import PrepareSettings, PromptRow, write_answers
 from dspark_hf.training.run import DataArguments, DraftArguments, train_draft
+from dspark_hf.training.sampling import SamplingSettings
 
 
 FORMS = ("What is {}?", "Tell me a fact about {}.", "Where do I find {}?", "Why is {} useful?", "Describe {}.")

@@ -86,8 +86,8 @@ def prepare_command(
     max_prompt_tokens: MaxPromptTokens = 512,
 ) -> None:
     """Let the target answer prompts: the data to train its draft on."""
-    from ..training.answer_engine import SamplingSettings  # the Trainer comes with it, in seconds
     from ..training.prepare import PrepareJob
+    from ..training.sampling import SamplingSettings  # the Trainer comes with it, in seconds
 
     with errors_in_words():
         for path in prompts or ():

@@ -35,6 +35,7 @@ class Call:
     runner: SingleRunner | PackedRunner
     factory: RequestFactory  # makes the requests of prompts that wait
     queue: WaitingRequests | None = None
+    generator: torch.Generator | None = None  # draws the tokens of rounds without drafts; None: torch's own
 
 
 def prepare_call(
@@ -47,37 +48,13 @@ def prepare_call(
     queue: WaitingRequests | None,
 ) -> Call:
     """Prepare one request alone, or a batch if there are several or others wait."""
-    if len(input_ids) == 1 and queue is None:
-        return _one_request(target, draft, input_ids, factory, generation_config, model_kwargs)
-    return _batch(target, draft, input_ids, factory, generation_config, model_kwargs, queue)
-
-
-def _one_request(
-    target: PreTrainedModel,
-    draft: DSparkDraftModel | Eagle3DraftModel,
-    input_ids: torch.Tensor,
-    factory: RequestFactory,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> Call:
-    """One request, with any cache and any input that plain generation supports."""
-    request = factory.only(input_ids)
-    drafter = generator_for(target, draft, generation_config, request.processors)
-    runner = SingleRunner(target, request, generation_config, model_kwargs, drafter.model_kwargs_overrides)
-    check_rounds(target, drafter, request.max_length)
-    return Call((request,), drafter, runner, factory)
-
-
-def _batch(
-    target: PreTrainedModel,
-    draft: DSparkDraftModel | Eagle3DraftModel,
-    input_ids: torch.Tensor,
-    factory: RequestFactory,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-    queue: WaitingRequests | None,
-) -> Call:
-    """Requests that share their passes, and others that wait for a free place."""
+    if len(input_ids) == 1 and queue is None:  # with any cache and any input that plain generation supports
+        request = factory.only(input_ids)
+        drafter = generator_for(target, draft, generation_config)
+        drafter.add_requests([request])
+        runner = SingleRunner(target, request, generation_config, model_kwargs, drafter.model_kwargs_overrides)
+        check_rounds(target, drafter, request.max_length)
+        return Call((request,), drafter, runner, factory)
     if isinstance(draft, Eagle3DraftModel):
         check_single_row(len(input_ids), is_queued=queue is not None)
     check_batch(target, generation_config, model_kwargs)
@@ -86,18 +63,18 @@ def _batch(
     waiting = queue.prompt_lengths if queue is not None else []
     lengths += [(length, length + requests[0].num_left) for length in waiting]
     position_limits(target).check_batch(lengths)
-    drafter = generator_for(target, draft, generation_config, requests[0].processors)
-    drafter.add_requests([request.processors for request in requests[1:]])
-    runner = PackedRunner(target, requests, drafter.model_kwargs_overrides)
+    drafter = generator_for(target, draft, generation_config)
+    drafter.add_requests(requests)
+    packed_runner = PackedRunner(target, requests, drafter.model_kwargs_overrides)
     check_packed_rounds(target, drafter, max(longest for _, longest in lengths))
-    return Call(tuple(requests), drafter, runner, factory, queue)
+    return Call(tuple(requests), drafter, packed_runner, factory, queue)
 
 
 def generator_for(
     target: PreTrainedModel,
     draft: DSparkDraftModel | Eagle3DraftModel,
     generation_config: GenerationConfig,
-    logits_processor: LogitsProcessorList | None,
+    logits_processor: LogitsProcessorList | None = None,  # for the stock loop; requests bring their own
 ) -> DSparkCandidateGenerator | Eagle3CandidateGenerator:
     """Create the drafter for the kind of the draft."""
     kind = Eagle3CandidateGenerator if isinstance(draft, Eagle3DraftModel) else DSparkCandidateGenerator

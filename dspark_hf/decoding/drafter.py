@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import LogitsProcessorList
 
 from ..common.records import RoundRecord
 from ..scheduling.curve import SPSCurve
+from .request import Request
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,10 @@ class CommittedContext:
 
 
 class Drafter(Protocol):
-    """Drafts for all requests of a call."""
+    """Drafts for all requests of a call; what it knows of one lies in `Request.drafting`, so only caches take indices.
+
+    Every method with requests is given all that have not ended, in one order.
+    """
 
     @property
     def model_kwargs_overrides(self) -> dict[str, Any]:
@@ -70,19 +73,17 @@ class Drafter(Protocol):
     def check_hidden_states(self, hidden_states: tuple[torch.Tensor, ...] | None) -> None:
         """Reject a target that does not return the hidden states that the draft reads."""
 
-    def add_requests(self, processors: Sequence[LogitsProcessorList]) -> None:
-        """Add requests after the present ones."""
+    def add_requests(self, requests: Sequence[Request]) -> None:
+        """Take in requests after the present ones."""
 
     def keep_requests(self, requests: Sequence[int]) -> None:
         """Forget all other requests."""
 
-    def propose(
-        self, texts: Sequence[torch.Tensor], limits: Sequence[int] | None = None, others_wait: bool = False
-    ) -> list[DraftProposal]:
+    def propose(self, requests: Sequence[Request], others_wait: bool = False) -> list[DraftProposal]:
         """Draft after each text, whose last token is the anchor, within the tokens that it may still grow by."""
 
-    def read(self, context: CommittedContext) -> None:
+    def read(self, requests: Sequence[Request], context: CommittedContext) -> None:
         """Read the target's hidden states of committed tokens."""
 
-    def observe(self, records: Sequence[RoundRecord]) -> None:
+    def observe(self, requests: Sequence[Request], records: Sequence[RoundRecord]) -> None:
         """Learn from a finished round."""

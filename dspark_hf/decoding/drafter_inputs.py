@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by all kinds of drafts: knobs, captured hidden states, vocabularies and ends of text.
+"""Shared by all kinds of drafts: knobs, context of one request, vocabularies and ends of text.
 
-Legend: c context tokens, k drafts, m captured layers, d hidden, V target vocabulary, D draft vocabulary (= V unless
-reduced).
+Legend: d hidden, V target vocabulary, D draft vocabulary (= V unless reduced).
 """
 
 from __future__ import annotations
@@ -55,37 +54,6 @@ def drafts_within(
     # Some targets count positions, some the length of the padded text.
     allowed = (limits.most_drafts(length) for length in (text.shape[1], int(anchor_position) + 1))
     return min([most, *(count for count in allowed if count is not None)])
-
-
-def check_hidden_states(
-    hidden_states: tuple[torch.Tensor, ...] | None, layer_ids: Sequence[int], width: int, target: str, kind: str
-) -> None:
-    """Check that the target returned the hidden states a draft reads."""
-    known = hidden_states or ()
-    captured = [known[i + 1] if i + 1 < len(known) else None for i in layer_ids]
-    if any(states is None for states in captured):
-        returned = f"those of {len(known) - 1} layers" if known else "none"
-        raise ValueError(
-            f"{target} returned no hidden states for `target_layer_ids` {list(layer_ids)}, which {kind} drafts need, "
-            f"but {returned}. Its forward must honour `output_hidden_states`, one entry for each layer of its config."
-        )
-    for states in captured:
-        if states.ndim != 3 or states.shape[-1] != width:
-            raise ValueError(
-                f"{target} returned hidden states of {states.ndim} dimensions and shape {tuple(states.shape)}, and "
-                f"{kind} drafts read (1, tokens, {width}). This target cannot have one."
-            )
-
-
-def captured_states(
-    hidden_states: tuple[torch.Tensor, ...],  # the target's, indexed by layer; each [1, >= num_tokens, d]
-    layer_ids: Sequence[int],
-    num_tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> torch.Tensor:  # [1, num_tokens, m * d]
-    """The hidden states that a draft reads, concatenated over layers."""
-    return torch.cat([hidden_states[i + 1][:, :num_tokens].to(device, dtype) for i in layer_ids], dim=-1)
 
 
 def context_of_one(

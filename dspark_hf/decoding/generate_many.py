@@ -51,6 +51,32 @@ def generate_many(
         >>> prompts = [tokenizer(text).input_ids for text in texts]  # doctest: +SKIP
         >>> answers = generate_many(target, draft, prompts, max_batch=8, max_new_tokens=64)  # doctest: +SKIP
     """
+    _check_arguments(prompts, max_batch, generate_arguments)
+    one_each = {"num_return_sequences": 1, "return_dict_in_generate": False}  # whatever the configs say
+    generation_config = copy.deepcopy(generation_config)
+    (generate_arguments if generation_config is None else generation_config).update(**one_each)
+    rows = _as_rows(prompts, target.device)
+    answers: dict[int, torch.Tensor] = {}
+
+    def finish(number: int, answer: torch.Tensor) -> None:
+        answers[number] = answer
+        if on_finished is not None:
+            on_finished(number, answer)
+
+    first, rest = rows[:max_batch], rows[max_batch:]
+    queue = WaitingRequests(enumerate(rest, len(first)), max_batch, [row.shape[1] for row in rest])
+    target.generate(
+        **_left_padded(first),
+        assistant_model=draft,
+        generation_config=generation_config,
+        streamer=QueueStreamer(queue, on_tokens or (lambda number, ids: None), finish),  # noqa: ARG005
+        **generate_arguments,
+    )
+    return [answers[number] for number in range(len(rows))]
+
+
+def _check_arguments(prompts: Sequence[Any], max_batch: int, generate_arguments: dict[str, Any]) -> None:
+    """Reject what many prompts cannot have, before any token."""
     if max_batch < 1:
         raise ValueError(f"`max_batch` must be >= 1, got {max_batch}.")
     if not len(prompts):
@@ -62,37 +88,18 @@ def generate_many(
         if generate_arguments.get(name):
             other = name.replace("length", "new_tokens")
             raise ValueError(f"`generate_many` takes no `{name}`, got {generate_arguments[name]}. Use `{other}`.")
-    one_each = {"num_return_sequences": 1, "return_dict_in_generate": False}  # whatever the configs say
-    if generation_config is None:
-        generate_arguments |= one_each
-    else:
-        generation_config = copy.deepcopy(generation_config)
-        generation_config.update(**one_each)
-    rows = [torch.as_tensor(prompt, dtype=torch.long, device=target.device).reshape(1, -1) for prompt in prompts]
+
+
+def _as_rows(prompts: Sequence[Sequence[int] | torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Each prompt as (1, s)."""
+    rows = [torch.as_tensor(prompt, dtype=torch.long, device=device).reshape(1, -1) for prompt in prompts]
     empty = next((number for number, row in enumerate(rows) if row.shape[1] == 0), None)
     if empty is not None:
         raise ValueError(f"Every prompt must hold at least one token, got none in prompt {empty}. Remove it.")
-    answers: list[torch.Tensor | None] = [None] * len(rows)
-
-    def finish(number: int, answer: torch.Tensor) -> None:
-        answers[number] = answer
-        if on_finished is not None:
-            on_finished(number, answer)
-
-    first, rest = rows[:max_batch], rows[max_batch:]
-    input_ids, attention_mask = _left_padded(first)
-    target.generate(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        assistant_model=draft,
-        generation_config=generation_config,
-        streamer=QueueStreamer(WaitingRequests(rest, len(first), max_batch, finish), on_tokens),
-        **generate_arguments,
-    )
-    return answers
+    return rows
 
 
-def _left_padded(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _left_padded(rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Prompts `(1, s)` as one tensor, and its mask; padding values are never read."""
     longest = max(row.shape[1] for row in rows)
     input_ids = rows[0].new_zeros(len(rows), longest)
@@ -100,4 +107,4 @@ def _left_padded(rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tens
     for index, row in enumerate(rows):
         input_ids[index, longest - row.shape[1] :] = row
         attention_mask[index, longest - row.shape[1] :] = 1
-    return input_ids, attention_mask
+    return {"input_ids": input_ids, "attention_mask": attention_mask}

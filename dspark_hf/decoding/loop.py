@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoding loop: round after round, for one request or many.
 
-One round, top to bottom (`_Loop._round`):
+One round, top to bottom (`Loop._round`):
 
     drafter.propose   the draft writes a block after each text, cut where further drafts do not pay off
     runner.forward    one pass of the target over every anchor and its drafts
-    request.judge     the one rule that accepts drafts; the text ends where plain generation would end it
+    judge             the one rule that accepts drafts; the text ends where plain generation would end it
     runner.commit     caches drop rejected tokens; the rest is context for the draft
     request.append    the text grows
     drafter.read      the draft reads the context
@@ -35,6 +35,7 @@ from .batch import RequestFactory, as_output
 from .call import Call, prepare_call
 from .drafter import DraftProposal
 from .hopeless import warn_if_hopeless
+from .judging import judge
 from .outputs import DSparkGenerateOutput
 from .request import Request, TargetPass, Verdict
 from .stream_end import end_quietly
@@ -61,7 +62,8 @@ def decode(
         sink, queue = row_sink(streamer, len(input_ids)), queue_of(streamer)
         factory = RequestFactory(logits_processor, stopping_criteria, generation_config, input_ids.shape[1])
         call = prepare_call(target, assistant_model, input_ids, factory, generation_config, model_kwargs, queue)
-        loop = _Loop(call)
+        stats = AcceptanceStats()
+        loop = Loop(call, (stats, *active_collectors()))
         if round_times is not None and call.drafter.needs_curve:
             loop.use_round_times(lambda remaining: round_times(target, assistant_model, remaining, len(call.requests)))
         with call.runner.running(), contextlib.closing(loop.run()) as rounds:
@@ -73,18 +75,17 @@ def decode(
         raise
     if streamer is not None:
         streamer.end()
-    warn_if_hopeless(target, assistant_model, loop.stats)
-    return as_output(input_ids, call.requests, generation_config, call.runner.cache_for_user, loop.stats)
+    warn_if_hopeless(target, assistant_model, stats)
+    return as_output(input_ids, call.requests, generation_config, call.runner.cache_for_user, stats)
 
 
-class _Loop:
+class Loop:
     """The rounds of one call."""
 
-    def __init__(self, call: Call):
+    def __init__(self, call: Call, collectors: Sequence[AcceptanceStats] = ()):
         self.requests = list(call.requests)  # those that have not ended
         self.drafter, self.runner, self.queue, self.factory = call.drafter, call.runner, call.queue, call.factory
-        self.stats = AcceptanceStats()
-        self.collectors = (self.stats, *active_collectors())
+        self.generator, self.collectors = call.generator, collectors
 
     def use_round_times(self, profile_of: Callable[[int], Any]) -> None:
         """Schedule by the round times of this machine, if they are known or worth measuring."""
@@ -94,8 +95,9 @@ class _Loop:
 
     def run(self) -> Iterator[tuple[Request, torch.Tensor]]:
         """Yield requests with their new tokens, [1, n], the prefill's one token first."""
-        yield from self._prefill(self.requests)
-        self._retire()
+        if self.requests:
+            yield from self._prefill(self.requests)
+            self._retire()
         yield from self._admit()
         with self.runner.decoding():
             while self.requests:
@@ -110,19 +112,18 @@ class _Loop:
         target_pass = self.runner.prefill(requests)
         self.drafter.check_hidden_states(target_pass.hidden_states)
         nothing = [DraftProposal(request.input_ids[:, :0]) for request in requests]
-        verdicts = _judge(requests, target_pass, nothing)
+        verdicts = judge(requests, target_pass.logits, nothing, self.generator)
         return self._commit(requests, target_pass, verdicts)
 
     def _round(self) -> list[tuple[Request, torch.Tensor]]:
         """One decoding round: every request drafts, one pass of the target verifies, every text grows."""
         requests, start = self.requests, time.perf_counter()
         anchor_ids = [int(request.input_ids[0, -1]) for request in requests]
-        texts, limits = [request.input_ids for request in requests], [request.num_left for request in requests]
-        proposals = self.drafter.propose(texts, limits, others_wait=self.queue is not None and len(self.queue) > 0)
+        proposals = self.drafter.propose(requests, others_wait=self.queue is not None and self.queue.others_wait)
         drafted = time.perf_counter()
         target_pass = self.runner.forward(proposals)
         verified = time.perf_counter()
-        verdicts = _judge(requests, target_pass, proposals)
+        verdicts = judge(requests, target_pass.logits, proposals, self.generator)
         new_ids = self._commit(requests, target_pass, verdicts)
         seconds = (drafted - start, verified - drafted, time.perf_counter() - start)
         parts = zip(requests, anchor_ids, proposals, verdicts, strict=True)
@@ -137,12 +138,12 @@ class _Loop:
         for request, verdict in zip(requests, verdicts, strict=True):
             request.append(verdict)
         if context.spans:
-            self.drafter.read(context)
+            self.drafter.read(self.requests, context)
         return [(request, verdict.new_ids) for request, verdict in zip(requests, verdicts, strict=True)]
 
     def _learn(self, records: Sequence[RoundRecord]) -> None:
         """Pass the round to the drafter and to the collectors."""
-        self.drafter.observe(records)
+        self.drafter.observe(self.requests, records)
         for record in records:
             for collector in self.collectors:
                 collector.add(record)
@@ -151,8 +152,6 @@ class _Loop:
         """Drop requests that ended, so that they cost nothing."""
         if not any(request.finished for request in self.requests):
             return
-        if self.queue is not None:
-            self.queue.hand_in([request for request in self.requests if request.finished])
         kept = [i for i, request in enumerate(self.requests) if not request.finished]
         self.requests = [self.requests[i] for i in kept]
         self.runner.keep(kept)
@@ -163,15 +162,9 @@ class _Loop:
         while self.queue is not None and (waiting := self.queue.take(len(self.requests))):
             requests = [self.factory.one(index, prompt) for index, prompt in waiting]
             self.requests += requests
-            self.drafter.add_requests([request.processors for request in requests])
+            self.drafter.add_requests(requests)
             yield from self._prefill(requests)
             self._retire()
-
-
-def _judge(requests: Sequence[Request], target_pass: TargetPass, proposals: Sequence[DraftProposal]) -> list[Verdict]:
-    """Accept drafts, and end texts where plain generation would."""
-    parts = zip(requests, target_pass.logits, proposals, strict=True)
-    return [request.judge(logits, proposal) for request, logits, proposal in parts]
 
 
 def _record(

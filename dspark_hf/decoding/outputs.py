@@ -39,7 +39,7 @@ class OutputLog:
     def add(
         self,
         raw_logits: torch.Tensor,  # [1, n, V]
-        scores: torch.Tensor,  # [1, n, V], the same after the processors
+        scores: torch.Tensor | None,  # [1, n, V], the same after the processors
         num_committed: int,
     ) -> None:
         """Append the logits and scores of committed tokens."""

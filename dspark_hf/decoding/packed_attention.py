@@ -2,19 +2,15 @@
 """Attention for texts of different lengths whose new tokens are concatenated in one row ("packed").
 
 Everything but attention works token by token, so a packed pass costs the sum of the tokens, not the number of texts
-times the longest. Attention alone is computed text by text: queries are spread to one row per text, keys and values
-come from a cache with a row per text.
+times the longest. Attention alone is computed text by text: a few queries of each are spread to one row per text, and
+keys and values come from a cache with a row per text.
 
 Legend: N packed tokens, A texts in a pass, q the most new tokens of one of them, h heads, e head width, K keys.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import threading
-import weakref
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +18,9 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from ..drafts.attention import folded_attention, folded_mask
+from ..drafts.attention import folded_attention
+from ..drafts.target_probe import findings_of
+from .packed_pass import PackedPass, current_pass
 
 
 PACKED_ATTENTION = "dspark_packed"
@@ -30,99 +28,6 @@ PACKED_ATTENTION = "dspark_packed"
 CHANGES_SCORES = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices")
 # Beyond this many queries per text, a mask for each head of a group fills the memory without any gain.
 MOST_FOLDED_QUERIES = 64
-
-
-class PackedPass:
-    """Maps packed tokens to texts and cache positions in one forward of the target."""
-
-    def __init__(
-        self,
-        rows: Sequence[int],  # [A], cache rows of the texts
-        starts: Sequence[int],  # [A], tokens that each text has in the cache already
-        counts: Sequence[int],  # [A], new tokens of each, at least 1
-        device: torch.device,  # of the target
-    ):
-        self.rows, self.starts, self.counts = tuple(rows), tuple(starts), tuple(counts)
-        self.num_queries = max(counts)
-        count = torch.tensor(counts)
-        self._text = torch.arange(len(counts)).repeat_interleave(count).to(device)  # [N], 0 to A - 1
-        self._slot = torch.cat([torch.arange(n) for n in counts]).to(device)  # [N]
-        self._starts = torch.tensor(starts, device=device)
-        self.cache_rows = torch.tensor(rows, device=device)[self._text]  # [N]
-        self.positions = self._starts[self._text] + self._slot  # [N]: in the text, and in its cache row
-        self._spread_from = torch.zeros(len(counts) * self.num_queries, dtype=torch.long, device=device)
-        self._gather_from = self._text * self.num_queries + self._slot  # [N]
-        self._spread_from[self._gather_from] = torch.arange(len(self._text), device=device)  # [A * q]
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
-        self._folded_masks: dict[tuple, torch.Tensor] = {}
-
-    @property
-    def last_indices(self) -> torch.Tensor:  # [A]
-        """The last packed token of each text."""
-        return torch.tensor(self.counts, device=self._text.device).cumsum(0) - 1
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest text, the new ones included."""
-        return max(start + count for start, count in zip(self.starts, self.counts, strict=True))
-
-    @property
-    def stand_in_mask(self) -> torch.Tensor:  # [1, 1, 1, N]
-        """A 4-D mask, so that the model makes none; its contents are ignored: `packed_attention` builds the mask."""
-        return torch.ones(1, 1, 1, len(self._text), dtype=torch.bool, device=self._text.device)
-
-    def spread(
-        self,
-        packed: torch.Tensor,  # [1, h, N, e]
-    ) -> torch.Tensor:  # [A, h, q, e]; positions past a text's last query are undefined
-        """One row per text."""
-        _, heads, _, width = packed.shape
-        tokens = packed[0].transpose(0, 1).reshape(-1, heads * width)
-        spread = tokens.index_select(0, self._spread_from).view(-1, self.num_queries, heads, width)
-        return spread.transpose(1, 2)
-
-    def gather(
-        self,
-        spread: torch.Tensor,  # [A, q, h, e]
-    ) -> torch.Tensor:  # [1, N, h, e]
-        """The reverse of [`spread`], in the layout that attention returns."""
-        _, _, heads, width = spread.shape
-        tokens = spread.reshape(-1, heads * width).index_select(0, self._gather_from)
-        return tokens.view(1, -1, heads, width)
-
-    def mask(self, num_keys: int, window: int | None) -> torch.Tensor:  # [A, 1, q, K], True = visible
-        """The mask of the new tokens: each sees the tokens up to itself, or the last `window` of them."""
-        key = (num_keys, window)
-        if key not in self._masks:
-            keys = torch.arange(num_keys, device=self._starts.device)
-            query = self._starts[:, None, None] + torch.arange(self.num_queries, device=keys.device)[:, None]
-            mask = keys <= query  # [A, q, K]
-            if window is not None:
-                mask = mask & (keys > query - window)
-            self._masks[key] = mask[:, None]
-        return self._masks[key]
-
-    def folded_mask(
-        self, num_keys: int, window: int | None, groups: int, dtype: torch.dtype
-    ) -> torch.Tensor:  # [A, 1, groups * q, K]
-        """[`mask`] for [`folded_attention`], made once for all layers."""
-        key = (num_keys, window, groups, dtype)
-        if key not in self._folded_masks:
-            self._folded_masks[key] = folded_mask(self.mask(num_keys, window), groups, dtype)
-        return self._folded_masks[key]
-
-
-_active: contextvars.ContextVar[PackedPass | None] = contextvars.ContextVar("packed_pass", default=None)
-
-
-@contextlib.contextmanager
-def packed_pass(current: PackedPass) -> Iterator[None]:
-    """Set the packed tokens that the attention of every forward in the `with` block works on."""
-    token = _active.set(current)
-    try:
-        yield
-    finally:
-        _active.reset(token)
 
 
 def packed_attention(
@@ -144,20 +49,37 @@ def packed_attention(
             )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
-    current = _active.get()
+    current = current_pass()
     if current is None:
         mask = _ordinary_mask(attention_mask, query.shape[2], key.shape[2], window, query.device)
         return _fused(query, key, value, mask, scaling, dropout), None
+    if current.num_queries > MOST_FOLDED_QUERIES or dropout:
+        return _text_by_text(current, query, key, value, window, scaling, dropout), None
     if len(current.rows) < key.shape[0]:  # a pass over some of the texts
         rows = list(current.rows)
         key, value = key[rows, :, : current.longest], value[rows, :, : current.longest]
-    spread, num_keys = current.spread(query), key.shape[2]
-    if current.num_queries <= MOST_FOLDED_QUERIES and dropout == 0:
-        mask = current.folded_mask(num_keys, window, query.shape[1] // key.shape[1], query.dtype)
-        outputs = folded_attention(spread, key, value, mask, scaling)
-    else:
-        outputs = _fused(spread, key, value, current.mask(num_keys, window), scaling, dropout)
-    return current.gather(outputs), None
+    mask = current.folded_mask(key.shape[2], window, query.shape[1] // key.shape[1], query.dtype)
+    return current.gather(folded_attention(current.spread(query), key, value, mask, scaling)), None
+
+
+def _text_by_text(
+    current: PackedPass,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    scaling: float,
+    dropout: float,
+) -> torch.Tensor:  # [1, N, h, e]
+    """Attention to prompts: padded to the longest, they would cost the square of its length each."""
+    outputs, places = [], zip(current.rows, current.starts, current.counts, strict=True)
+    for queries, (row, start, count) in zip(query.split(current.counts, dim=2), places, strict=True):
+        keys, values = (states[row : row + 1, :, : start + count] for states in (key, value))
+        mask = None
+        if start or (window is not None and window < count):
+            mask = _visible(count, start + count, window, query.device)
+        outputs.append(_fused(queries, keys, values, mask, scaling, dropout, is_causal=mask is None))
+    return torch.cat(outputs, dim=1)
 
 
 def _fused(
@@ -167,13 +89,14 @@ def _fused(
     mask: torch.Tensor | None,
     scaling: float,
     dropout: float,
+    is_causal: bool = False,
 ) -> torch.Tensor:
     """A fused kernel, `(b, q, h, e)`; with a mask those of accelerators want their heads repeated."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     outputs = nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, is_causal=is_causal
     )
     return outputs.transpose(1, 2)
 
@@ -184,17 +107,15 @@ def _ordinary_mask(
     """The mask of another thread's plain call; one that began earlier may have none, if its kernel needed none."""
     if mask is not None or num_queries == 1:
         return mask
+    return _visible(num_queries, num_keys, window, device)
+
+
+def _visible(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """The tokens that each of the last ones of a text sees, [q, K]."""
     query = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
     keys = torch.arange(num_keys, device=device)
     visible = keys <= query
     return visible if window is None else visible & (keys > query - window)
-
-
-AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-# Without a mask of its own, an implementation is handed none, and an ordinary call would attend to the future.
-AttentionMaskInterface.register(
-    PACKED_ATTENTION, lambda *args, **kwargs: sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
-)
 
 
 def check_layers(target: PreTrainedModel) -> None:
@@ -209,39 +130,51 @@ def check_layers(target: PreTrainedModel) -> None:
         )
 
 
-_users_lock = threading.Lock()
-# How many batches run with a target, and how its parts attended before.
-_users: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, list[tuple[PreTrainedConfig, Any]]]] = (
-    weakref.WeakKeyDictionary()
-)
+class _Switch:
+    """How many batches run with a target, and how its parts attended before; kept with the target."""
+
+    def __init__(self) -> None:
+        self.lock, self.num_users = threading.Lock(), 0
+        self.as_found: list[tuple[PreTrainedConfig, Any]] = []
+
+    def __reduce__(self) -> tuple[type[_Switch], tuple[()]]:
+        return _Switch, ()  # no batch runs with a copy of the target
 
 
-@contextlib.contextmanager
-def attention_packed(target: PreTrainedModel) -> Iterator[None]:
-    """Make a target use [`packed_attention`]; its own implementation is restored after the last such block."""
-    with _users_lock:
-        count, as_found = _users.get(target, (0, None))
-        if count == 0:
-            as_found = _implementations(target)
-            _switch(target, as_found)
-        _users[target] = (count + 1, as_found)
-    try:
-        yield
-    finally:
-        with _users_lock:
-            count, as_found = _users.pop(target)
-            if count > 1:
-                _users[target] = (count - 1, as_found)
-            else:
-                _restore(as_found)
+class PackedAttention:
+    """While it is entered, a target uses [`packed_attention`]; the last to leave restores what the first one found."""
+
+    def __init__(self, target: PreTrainedModel):
+        self._target, self._switch = target, findings_of(target).setdefault("packed attention", _Switch())
+
+    def __enter__(self) -> None:
+        AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+        AttentionMaskInterface.register(PACKED_ATTENTION, _mask_of_ordinary_calls)
+        with self._switch.lock:
+            if self._switch.num_users == 0:
+                as_found = _implementations(self._target)
+                _replace(self._target, as_found)
+                self._switch.as_found = as_found
+            self._switch.num_users += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._switch.lock:
+            self._switch.num_users -= 1
+            if self._switch.num_users == 0:
+                _restore(self._switch.as_found)
+                self._switch.as_found = []
+
+    @property
+    def own_implementation(self) -> str | None:
+        """How the language model of the target attends by itself, also while a batch runs."""
+        config = self._target.config.get_text_config(decoder=True)
+        found = next((own for part, own in self._switch.as_found if part is config), None)
+        return found if found is not None else getattr(config, "_attn_implementation", None)
 
 
-def own_attention(target: PreTrainedModel) -> str | None:
-    """The attention implementation of a target's language model, also while a batch has replaced it."""
-    config = target.config.get_text_config(decoder=True)
-    _, as_found = _users.get(target, (0, []))
-    own = next((value for part, value in as_found if part is config), None)
-    return own if own is not None else getattr(config, "_attn_implementation", None)
+def _mask_of_ordinary_calls(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Without a mask of its own, an implementation is handed none, and an ordinary call would attend to the future."""
+    return sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False}))
 
 
 def _implementations(target: PreTrainedModel) -> list[tuple[PreTrainedConfig, Any]]:
@@ -256,7 +189,7 @@ def _restore(as_found: list[tuple[PreTrainedConfig, Any]]) -> None:
         config._attn_implementation_internal = implementation  # the property would set all parts alike
 
 
-def _switch(target: PreTrainedModel, as_found: list[tuple[PreTrainedConfig, Any]]) -> None:
+def _replace(target: PreTrainedModel, as_found: list[tuple[PreTrainedConfig, Any]]) -> None:
     config = target.config.get_text_config(decoder=True)
     before = config._attn_implementation
     try:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .packed_attention import PackedPass
+from .packed_pass import PackedPass
 
 
 class RowCacheLayer(CacheLayerMixin):

@@ -10,7 +10,7 @@ Legend: R requests, N packed tokens, k drafts, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from .._compat import CACHE_KEY
 from ..drafts.target_structure import layers_of
 from .drafter import CommittedContext, ContextSpan, DraftProposal
-from .packed_attention import PackedPass, attention_packed, check_layers, packed_pass
+from .packed_attention import PackedAttention, check_layers
 from .packed_cache import RowCache
+from .packed_pass import PackedPass, packed_pass
 from .request import Request, TargetPass, Verdict
 
 
@@ -40,11 +41,9 @@ class PackedRunner:
         self.cache = RowCache(config.num_hidden_layers, 0)
         self.requests: list[Request] = []
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> contextlib.AbstractContextManager[None]:
         """Active during the whole call: the target uses packed attention."""
-        with attention_packed(self.target):
-            yield
+        return PackedAttention(self.target)
 
     def decoding(self) -> contextlib.AbstractContextManager[None]:
         """No-op from the first round on: experts stay as for prompts, since passes are as long."""
@@ -54,23 +53,21 @@ class PackedRunner:
         """No-op: the cache ends with the call."""
         return contextlib.nullcontext()
 
-    def prefill(self, requests: Sequence[Request]) -> TargetPass:  # logits [1, 1, V] each, those after the prompt
+    def prefill(self, requests: Sequence[Request]) -> TargetPass:  # logits [1, R, V], those after the prompts
         """Run the target over the prompts of new requests, which are added after the present ones."""
         first = len(self.requests)
         self.requests += requests
         self.cache.add(len(requests))
         new = range(first, len(self.requests))
         packed, outputs = self._run(new, [request.input_ids for request in requests], last_only=True)
-        logits = list(outputs.logits.split(1, dim=1))
-        return TargetPass(logits, outputs.hidden_states, outputs, starts_over=True, packed=packed)
+        return TargetPass(outputs.logits, outputs.hidden_states, outputs, starts_over=True, packed=packed)
 
-    def forward(self, proposals: Sequence[DraftProposal]) -> TargetPass:  # logits [1, 1 + k, V] each
+    def forward(self, proposals: Sequence[DraftProposal]) -> TargetPass:  # logits [1, sum of 1 + k, V]
         """Run the target over the anchor and the drafts of the first requests."""
         pairs = zip(self.requests, proposals, strict=False)
         new_ids = [torch.cat([request.input_ids[:, -1:], own.token_ids], dim=1) for request, own in pairs]
         packed, outputs = self._run(range(len(proposals)), new_ids)
-        logits = list(outputs.logits.split([ids.shape[1] for ids in new_ids], dim=1))
-        return TargetPass(logits, outputs.hidden_states, outputs, starts_over=False, packed=packed)
+        return TargetPass(outputs.logits, outputs.hidden_states, outputs, starts_over=False, packed=packed)
 
     def commit(self, target_pass: TargetPass, verdicts: Sequence[Verdict]) -> CommittedContext:
         """Keep the committed tokens of the pass."""
@@ -85,7 +82,7 @@ class PackedRunner:
                 positions = torch.arange(start, start + num_kept + 1)[None]
                 spans.append(ContextSpan(index, slice(first, first + num_kept), positions))
             first += count
-        return CommittedContext(target_pass.hidden_states, tuple(spans))
+        return CommittedContext(target_pass.hidden_states or (), tuple(spans))
 
     def keep(self, requests: Sequence[int]) -> None:
         """Forget all other requests, so that ended ones cost nothing."""
@@ -161,7 +158,7 @@ def check_memory(target: PreTrainedModel, requests: Sequence[Request]) -> None:
     """Reject prompts whose keys and values alone do not fit into memory."""
     layers = layers_of(target.config.get_text_config(decoder=True))
     width = sum(layer.num_key_value_heads * layer.head_dim for layer in layers)  # of the keys of a token
-    longest = max(request.input_ids.shape[1] for request in requests)
+    longest = max((request.input_ids.shape[1] for request in requests), default=0)
     needed = 2 * width * target.dtype.itemsize * len(requests) * longest
     available = _available_bytes(target.device)
     if available is not None and needed > available:

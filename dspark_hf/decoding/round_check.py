@@ -102,8 +102,8 @@ def _verified(target: PreTrainedModel, drafter: Drafter, length: int) -> tuple[t
         fourth = runner.forward([DraftProposal(ids[:, :0])])
         _commit(runner, [request], fourth, [ids[:, 4:5]])
         fifth = runner.forward([DraftProposal(ids[:, :0])])
-    logits = together.logits[0][0]  # [3, V]
-    _compare(target, logits[1:], torch.cat([fourth.logits[0][0], fifth.logits[0][0]]))
+    logits = together.logits[0]  # [3, V]
+    _compare(target, logits[1:], torch.cat([fourth.logits[0], fifth.logits[0]]))
     return logits, past
 
 
@@ -120,8 +120,8 @@ def _check_packed(target: PreTrainedModel, drafter: Drafter, length: int) -> Non
         _commit(runner, requests, runner.prefill(requests), [ids[:, 2:3], ids[:, 1:2]])
         if past:
             _put_past(runner.cache, past, length)
-        first, second = runner.forward([DraftProposal(ids[:, 3:]), DraftProposal(ids[:, 2:3])]).logits
-    _compare(target, torch.cat([first[0], second[0]]), expected, remedy=ONE_ROW)
+        logits = runner.forward([DraftProposal(ids[:, 3:]), DraftProposal(ids[:, 2:3])]).logits
+    _compare(target, logits[0], expected, remedy=ONE_ROW)
 
 
 def _compare(target: PreTrainedModel, logits: torch.Tensor, expected: torch.Tensor, remedy: str = PLAIN) -> None:
@@ -171,10 +171,7 @@ def _commit(
     new_ids: Sequence[torch.Tensor],
 ) -> None:
     """Commit the given tokens, whatever the logits are."""
-    verdicts = [
-        Verdict(ids, scores, scores, ids.shape[1] - 1, int(ids[0, -1]))
-        for ids, scores in zip(new_ids, target_pass.logits, strict=True)
-    ]
+    verdicts = [Verdict(ids, None, target_pass.logits, ids.shape[1] - 1, int(ids[0, -1])) for ids in new_ids]
     runner.commit(target_pass, verdicts)
     for request, verdict in zip(requests, verdicts, strict=True):
         request.append(verdict)

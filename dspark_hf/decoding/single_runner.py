@@ -96,7 +96,7 @@ class SingleRunner:
         else:
             outputs = self.target._prefill(request.input_ids, self.config, kwargs | self.reads)
         check_filled_cache(self.target, outputs.get(CACHE_KEY))
-        return TargetPass([outputs.logits[:, -1:]], outputs.hidden_states, outputs, starts_over=True)
+        return TargetPass(outputs.logits[:, -1:], outputs.hidden_states, outputs, starts_over=True)
 
     def forward(self, proposals: Sequence[DraftProposal]) -> TargetPass:  # logits [1, 1 + k, V]
         """Run the target over the anchor and the drafts."""
@@ -122,7 +122,7 @@ class SingleRunner:
             self._stop_recording()
             self._record_past(outputs[CACHE_KEY])
             states = tuple(layer if layer is None else layer[:, -1 - count :] for layer in states)
-        return TargetPass([outputs.logits[:, -1 - count :]], states, outputs, starts_over)
+        return TargetPass(outputs.logits[:, -1 - count :], states, outputs, starts_over)
 
     def commit(self, target_pass: TargetPass, verdicts: Sequence[Verdict]) -> CommittedContext:
         """Update cache, mask and positions with the committed tokens."""
@@ -132,7 +132,7 @@ class SingleRunner:
         self.request.log.add_layers(outputs, cache, num_new, target_pass.starts_over)
         # The last committed token is the next anchor: it is not in the cache yet, as after plain generation.
         if not is_prompt:  # also with nothing to take back: windowed layers drop what left the window
-            cache.crop(num_new - target_pass.logits[0].shape[1])
+            cache.crop(num_new - target_pass.logits.shape[1])
         self.model_kwargs = grow(self.target, outputs, self.model_kwargs, num_new)
         num_tokens = num_prompt_tokens(states) if is_prompt else num_new
         context = context_of_one(states, num_tokens, self.model_kwargs, self._num_read, is_prompt)

@@ -2,11 +2,12 @@
 """From logits to tokens, and the one rule that accepts or rejects drafts. Imports torch only.
 
 p is the target's distribution, q the draft's, both after every logits processor. Greedy decoding is the limit where
-p and q are one-hot; it never needs a softmax. Legend: R requests, k drafts sent to verification, V vocabulary.
+p and q are one-hot; it never needs a softmax. Legend: R requests, K drafts of all of them, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,11 +42,12 @@ def argmax_token(
 def select_token(
     logits: torch.Tensor,  # [R, V], processed logits, fp32 when sampling
     do_sample: bool,
+    generator: torch.Generator | None = None,
 ) -> torch.Tensor:  # [R]
     """Draw one token per row."""
     if not do_sample:
         return argmax_token(logits)
-    return torch.multinomial(logits_to_probs(logits), num_samples=1).squeeze(-1)
+    return torch.multinomial(logits_to_probs(logits), num_samples=1, generator=generator).squeeze(-1)
 
 
 def draw_token(
@@ -70,11 +72,11 @@ def draw_token(
 
 
 def accept_drafts(
-    draft_ids: torch.Tensor,  # [R, k]
-    target_logits: torch.Tensor,  # [R, k, V], processed logits of the target at the drafts' positions
-    draft_logits: torch.Tensor | None,  # [R, k, V]
+    draft_ids: torch.Tensor,  # [...], one or several drafts
+    target_logits: torch.Tensor,  # [..., V], processed logits of the target at the drafts' positions
+    draft_logits: torch.Tensor | None,  # [..., V]
     do_sample: bool,
-) -> torch.Tensor:  # [R, k]
+) -> torch.Tensor:  # [...]
     """Judge each draft on its own, as if all before it were accepted (paper section 3; rejection sampling).
 
     Sampling accepts x with probability min(1, p(x) / q(x)); greedy decoding accepts the argmax of the target.
@@ -93,33 +95,52 @@ def select_bonus(
     target_logits: torch.Tensor,  # [R, V], processed logits of the target after the accepted drafts
     draft_logits: torch.Tensor | None,  # [R, V], processed logits of the rejected draft's slot
     do_sample: bool,
+    rejected: torch.Tensor | None = None,  # [R], whether there is such a slot; None: everywhere
 ) -> torch.Tensor:  # [R]
     """Draw the token after the accepted drafts: from norm(max(p - q, 0)) where a draft was rejected, else from p."""
     if not do_sample or draft_logits is None:
         return select_token(target_logits, do_sample)
-    target_probs = logits_to_probs(target_logits)
-    residual = (target_probs - logits_to_probs(draft_logits)).clamp_(min=0)
+    target_probs, draft_probs = logits_to_probs(target_logits), logits_to_probs(draft_logits)
+    if rejected is not None:
+        draft_probs = draft_probs.masked_fill(~rejected[:, None], 0.0)
+    residual = (target_probs - draft_probs).clamp_(min=0)
     # p == q up to rounding: a rejection then has probability ~0, and p itself is the right limit.
     residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, target_probs)
     return torch.multinomial(residual, num_samples=1).squeeze(-1)
 
 
-def verify_block(
-    draft_ids: torch.Tensor,  # [1, k], drafts, k >= 0
-    target_logits: torch.Tensor,  # [1, 1 + k, V]
-    draft_logits: torch.Tensor | None,  # [1, k, V]
+def verify_blocks(
+    draft_ids: torch.Tensor,  # [K], the drafts of all requests, those of one request together
+    target_logits: torch.Tensor,  # [K + R, V], of each request the row of its anchor, then those of its drafts
+    draft_logits: torch.Tensor | None,  # [K, V]
+    lengths: Sequence[int],  # [R], drafts of each request; they sum to K >= 1
     do_sample: bool,
 ) -> VerificationResult:
-    """Accept the longest prefix of drafts and add the target's own token, for one request (paper section 3)."""
-    num_drafts = draft_ids.shape[1]
-    if num_drafts == 0:
-        return VerificationResult(draft_ids.new_zeros(1), select_token(target_logits[:, 0], do_sample))
+    """Accept the longest prefix of the drafts of each request, and add the target's own token (paper section 3)."""
+    if len(lengths) == 1:  # its rows are there without a copy
+        judges: slice | torch.Tensor = slice(0, -1)
+    else:
+        length = torch.tensor(lengths, device=draft_ids.device)  # [R]
+        number = torch.arange(len(lengths), device=draft_ids.device)  # [R]
+        first = length.cumsum(0) - length  # [R], the first draft of each request; before it are as many anchors more
+        judges = torch.arange(len(draft_ids), device=draft_ids.device) + number.repeat_interleave(length)  # [K]
+    if do_sample:
+        accepted = accept_drafts(draft_ids, target_logits[judges], draft_logits, do_sample)
+    else:
+        selected = argmax_token(target_logits)  # [K + R]
+        accepted = selected[judges] == draft_ids
+    if len(lengths) == 1:
+        num_accepted = accepted.cumprod(dim=0).sum(dim=0, keepdim=True)
+        if not do_sample:
+            return VerificationResult(num_accepted, selected[num_accepted])
+        count = int(num_accepted)
+        row_q = draft_logits[count : count + 1] if count < len(draft_ids) else None
+        return VerificationResult(num_accepted, select_bonus(target_logits[count : count + 1], row_q, do_sample))
+    blocks = torch.nn.utils.rnn.pad_sequence(accepted.split(list(lengths)), batch_first=True)  # [R, most drafts]
+    num_accepted = blocks.cumprod(dim=-1).sum(dim=-1)
+    row = first + number + num_accepted  # [R]
     if not do_sample:
-        selected = argmax_token(target_logits)
-        num_accepted = (selected[:, :-1] == draft_ids).cumprod(dim=-1).sum(dim=-1)
-        return VerificationResult(num_accepted, selected.gather(1, num_accepted[:, None]).squeeze(1))
-    accepted = accept_drafts(draft_ids, target_logits[:, :-1], draft_logits, do_sample)
-    num_accepted = accepted.cumprod(dim=-1).sum(dim=-1)
-    count = int(num_accepted)
-    rejected_logits = draft_logits[:, count] if count < num_drafts else None
-    return VerificationResult(num_accepted, select_bonus(target_logits[:, count], rejected_logits, do_sample))
+        return VerificationResult(num_accepted, selected[row])
+    slot = (first + num_accepted).clamp(max=len(draft_ids) - 1)  # where none was rejected, any
+    bonus = select_bonus(target_logits[row], draft_logits[slot], do_sample, rejected=num_accepted < length)
+    return VerificationResult(num_accepted, bonus)

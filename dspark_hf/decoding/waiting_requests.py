@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,58 +13,55 @@ import torch
 from .request import Request
 
 
+# Of many places, so many become free before one is filled: prompts share a pass, which costs more than its tokens.
+PLACES_PER_PASS = 12
+
+
 class WaitingRequests:
-    """Prompts that have not started, and finished answers."""
+    """Prompts that have not started."""
 
     def __init__(
         self,
-        prompts: Sequence[torch.Tensor],  # each [1, s], in the order of their numbers
-        first_number: int,  # number of the first of them
+        prompts: Iterable[tuple[int, torch.Tensor]],  # numbers and prompts [1, s]; taken as places become free
         max_batch: int,  # most texts at a time
-        on_finished: Callable[[int, torch.Tensor], None],  # called with number and answer [n] of every text that ends
+        prompt_lengths: Sequence[int] = (),  # tokens of each prompt, where they are known
     ):
-        self._waiting = deque(enumerate(prompts, first_number))
-        self._max_batch, self._on_finished = max_batch, on_finished
-
-    def __len__(self) -> int:
-        return len(self._waiting)
+        self._prompts, self._ahead = iter(prompts), []
+        self._max_batch, self.prompt_lengths = max_batch, prompt_lengths
 
     @property
-    def prompt_lengths(self) -> list[int]:
-        """Tokens of each prompt."""
-        return [prompt.shape[1] for _, prompt in self._waiting]
+    def others_wait(self) -> bool:
+        """Whether there is any."""
+        if not self._ahead:
+            self._ahead = list(islice(self._prompts, 1))
+        return bool(self._ahead)
 
     def take(self, num_running: int) -> list[tuple[int, torch.Tensor]]:
-        """Take the prompts that may start now."""
-        count = min(self._max_batch - num_running, len(self._waiting))
-        return [self._waiting.popleft() for _ in range(count)]
+        """Take the prompts that start now."""
+        free = self._max_batch - num_running
+        if free < min(self._max_batch, max(1, self._max_batch // PLACES_PER_PASS)):
+            return []
+        taken = [*self._ahead, *islice(self._prompts, free - len(self._ahead))]
+        self._ahead = []
+        return taken
 
-    def hand_in(self, rows: Sequence[Request]) -> None:
-        """Store the answers of texts that ended."""
-        for row in rows:
-            self._on_finished(row.index, row.new_ids)
 
-
+@dataclass(frozen=True)
 class QueueStreamer:
-    """A streamer that carries more prompts, and passes the tokens of each text to a function.
+    """A streamer that carries more prompts, and passes the tokens of each text to functions."""
 
-    `on_tokens`: called with the number of a prompt and its new tokens, [n].
-    """
-
-    def __init__(
-        self,
-        queue: WaitingRequests,  # the prompts that the call continues with
-        on_tokens: Callable[[int, torch.Tensor], None] | None,
-    ):
-        self.queue, self._on_tokens = queue, on_tokens
+    queue: WaitingRequests  # the prompts that the call continues with
+    on_tokens: Callable[[int, torch.Tensor], None]  # called with the number of a prompt and its new tokens [n]
+    on_finished: Callable[[int, torch.Tensor], None]  # called with number and answer [n] of every text that ends
 
     def put(self, value: torch.Tensor) -> None:
         """No-op: prompts are not streamed."""
 
     def put_row(self, row: Request, new_ids: torch.Tensor) -> None:
         """See [`RowStreamer.put_row`]."""
-        if self._on_tokens is not None:
-            self._on_tokens(row.index, new_ids[0])
+        self.on_tokens(row.index, new_ids[0])
+        if row.finished:
+            self.on_finished(row.index, row.new_ids)
 
     def end(self) -> None:
         """No-op: there is nothing to close."""

@@ -45,13 +45,18 @@ class DraftModel(PreTrainedModel):
         config.require_target_fields()
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.lm_head = None
-        if config.draft_vocab_size is not None:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         # `None` means "not set by the user": transformers' merged defaults never reach this object.
         self.generation_config = GenerationConfig()
         # Rows of a target embedding from the checkpoint, to recognise a wrong target; not saved.
         self.embedding_sample: dict[int, torch.Tensor] = {}
+
+    def _add_head(self) -> None:
+        """The LM head of a reduced vocabulary, the last module: optimizer states are saved in the order of modules."""
+        size = self.config.draft_vocab_size
+        if size is not None:
+            self.lm_head = nn.Linear(self.config.hidden_size, size, bias=False)
+            self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
+        self.post_init()
 
     def get_input_embeddings(self) -> None:
         """None: the embedding is the target's."""

@@ -239,7 +239,7 @@ class DSparkDraftModel(DSparkPreTrainedModel):
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.markov_head = build_sequential_head(config)
         self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
-        self.post_init()
+        self._add_head()
 
     def bind_target(self, target: PreTrainedModel) -> TargetBinding:
         """See [`DraftModel.bind_target`]; the mask token must be a row of the target's embedding."""

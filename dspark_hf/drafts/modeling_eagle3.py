@@ -130,7 +130,7 @@ class Eagle3DraftModel(DraftModel):
         self.layers = nn.ModuleList([Eagle3DecoderLayer(config)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(config)
-        self.post_init()
+        self._add_head()
 
     def project(self, context_hidden_states: torch.Tensor) -> torch.Tensor:
         """Hidden states as the layer reads them, from those of the target.

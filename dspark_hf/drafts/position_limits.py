@@ -10,12 +10,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .target_structure import longest_position
+
 
 # Rotary embeddings whose frequencies depend on the longest position of a pass. Longrope has two sets of them, the
 # others compute new ones for every length. ("su" is the first name of longrope, still found in configs.)
 _TWO_SETS = ("longrope", "su")
 _ANY_LENGTH = "dynamic"
-_LENGTH_FIELDS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,13 @@ def _switch(rope: dict[str, Any], config: PreTrainedConfig) -> int | None:
     if _kind(rope) not in _TWO_SETS and _ANY_LENGTH not in _kind(rope):
         return None
     field = "original_max_position_embeddings"
-    lengths = (rope.get(field), getattr(config, field, None), getattr(config, "max_position_embeddings", None))
+    lengths = (rope.get(field), getattr(config, field, None), longest_position(config))
     return min((length for length in lengths if isinstance(length, int)), default=None)
 
 
 def _end(target: PreTrainedModel, config: PreTrainedConfig) -> int | None:
     """The number of positions; `None` where they are computed, so that none is the last."""
-    lengths = (getattr(config, field, None) for field in _LENGTH_FIELDS)
-    end = next((length for length in lengths if isinstance(length, int) and length > 0), None)
+    end = longest_position(config)
     if end is None:
         return None
     embed_tokens = target.get_input_embeddings()

@@ -21,7 +21,7 @@ _NAMES = {
     "head_dim": ("head_dim", "dim_head", "attention_head_dim"),
     "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "inner_dim"),
     "norm_epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps", "eps"),
-    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions"),
 }
 # Sections of a config that hold the fields of one part of a layer.
 _SECTIONS = ("attn_config", "ffn_config")
@@ -66,9 +66,9 @@ def norm_epsilon(text_config: PreTrainedConfig) -> float | None:  # None if the 
 
 
 def longest_position(text_config: PreTrainedConfig) -> int | None:
-    """The longest text that a target supports."""
+    """The longest text that a target supports; the length of its training texts alone (`seq_length`) is no limit."""
     value = _field(text_config, "max_position_embeddings")
-    return value if value is not None and value > 0 else None
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def full_attention_rope(text_config: PreTrainedConfig) -> dict[str, Any] | None:  # None if the config has none

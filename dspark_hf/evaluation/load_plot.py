@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A sweep over the number of requests as a picture: the paper's figures 7 (throughput against the speed of each user)
+"""Replays of more and more requests as a picture: the paper's figures 7 (throughput against the speed of each user)
 and 8 (verification budget against load) in small."""
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 def save_load_plot(reports: Sequence[LoadReport], path: str | os.PathLike) -> Path:
-    """Draw the reports of a sweep, one line per policy, and write the picture to a file.
+    """Draw reports of replays, one line per policy, and write the picture to a file.
 
     On the left, throughput against the speed of one user: each marker is a number of requests, more to the left the
     more there are; higher and further right is better. On the right, what a request has verified per round.
     """
     if not reports:
-        raise ValueError("`reports` must hold at least one report, got none. Pass those of `sweep`.")
+        raise ValueError("`reports` must hold at least one report, got none. Pass those of `simulation.replay`.")
     path = check_can_plot(path, "load plot")
     from matplotlib.figure import Figure  # takes a second to import; no window and no global state
 

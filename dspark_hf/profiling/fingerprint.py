@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..decoding.packed_attention import own_attention
+from ..decoding.packed_attention import PackedAttention
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..drafts.target_structure import value_over_layers
 
@@ -52,11 +52,15 @@ def fingerprint(target: PreTrainedModel, draft: DSparkDraftModel, num_requests: 
         "device": " + ".join(_devices(target)),
         "num_threads": torch.get_num_threads() if uses_cpu else None,
         "dtype": _dtype(target),
-        "attention": own_attention(target),
+        "attention": PackedAttention(target).own_implementation,
         "target": {"class": type(target).__name__}
         | _present(target.config.get_text_config(decoder=True), _TARGET_FIELDS)
         | {"quantization": _quantization(target)},
-        "draft": {"device": " + ".join(_devices(draft)), "dtype": _dtype(draft), "attention": own_attention(draft)}
+        "draft": {
+            "device": " + ".join(_devices(draft)),
+            "dtype": _dtype(draft),
+            "attention": draft.config._attn_implementation,
+        }
         | _present(draft.config, _DRAFT_FIELDS)
         | {"num_captured_layers": len(draft.config.target_layer_ids)},
         "torch": ".".join(torch.__version__.split(".")[:2]),
@@ -68,7 +72,7 @@ def setup(target: PreTrainedModel, draft: DSparkDraftModel) -> tuple:
     first, draft_first = next(target.parameters()), next(draft.parameters())
     return (
         torch.get_num_threads(),
-        *(first.dtype, first.device, own_attention(target)),
+        *(first.dtype, first.device, PackedAttention(target).own_implementation),
         *(draft_first.dtype, draft_first.device, draft.config._attn_implementation, draft.name_or_path),
         *(getattr(draft.config, name, None) for name in _DRAFT_FIELDS),
         len(draft.config.target_layer_ids),

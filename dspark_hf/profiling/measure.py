@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..drafts.target_probe import random_state_kept
+from ..drafts.target_structure import longest_position
 from ..scheduling.curve import SPSCurve
-from .timed_rounds import NEW_CONTEXT, BatchRounds, SingleRounds, text_config
+from .timed_rounds import NEW_CONTEXT, TimedRounds, text_config
 
 
 MIN_REPEATS = 2  # however slow the machine
@@ -86,31 +87,19 @@ def measure_curves(
         raise ValueError(f"`num_requests` must be >= 1, got {num_requests}.")
     draft.bind_target(target)
     points = batch_points(draft.config.num_draft_slots, num_requests)
-    longest = getattr(text_config(target), "max_position_embeddings", None)
-    limit = (
-        max(NEW_CONTEXT, longest - draft.config.num_draft_slots - 1)
-        if isinstance(longest, int)
-        else max(context_lengths)
-    )
+    longest = longest_position(text_config(target))
+    limit = max(context_lengths) if longest is None else max(NEW_CONTEXT, longest - draft.config.num_draft_slots - 1)
     lengths = sorted({min(length, limit) for length in context_lengths})
     share_s = budget_s / len(lengths) if budget_s is not None else None
     with torch.no_grad(), random_state_kept(target, draft):
         return tuple(
-            _measure(_rounds(target, draft, length, num_requests), points, num_repeats, share_s, on_progress)
+            _measure(TimedRounds(target, draft, length, num_requests), points, num_repeats, share_s, on_progress)
             for length in lengths
         )
 
 
-def _rounds(
-    target: PreTrainedModel, draft: DSparkDraftModel, context_length: int, num_requests: int
-) -> SingleRounds | BatchRounds:
-    if num_requests == 1:
-        return SingleRounds(target, draft, context_length)
-    return BatchRounds(target, draft, context_length, num_requests)
-
-
 def _measure(
-    rounds: SingleRounds | BatchRounds,
+    rounds: TimedRounds,
     points: tuple[int, ...],
     num_repeats: int,
     budget_s: float | None,

@@ -11,10 +11,11 @@ from .rules import (
     RoundOutlook,
     Scheduler,
     ThresholdScheduler,
+    all_rules,
     mean_survival,
     prefix_survival,
 )
-from .weights import kept_pace, token_weights
+from .weights import batch_speedup_share, request_weights
 
 
 __all__ = [
@@ -27,8 +28,9 @@ __all__ = [
     "SPSCurve",
     "Scheduler",
     "ThresholdScheduler",
-    "kept_pace",
+    "all_rules",
+    "batch_speedup_share",
     "mean_survival",
     "prefix_survival",
-    "token_weights",
+    "request_weights",
 ]

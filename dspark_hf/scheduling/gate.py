@@ -33,9 +33,9 @@ class DraftingGate:
         self._tokens = self._steps = 0.0
         self._wait = self._rounds_left = self.FIRST_WAIT
 
-    def opens(self, outlook: RoundOutlook, num_requests: int = 1, kept_pace: float = 1.0) -> bool:
+    def should_draft(self, outlook: RoundOutlook, num_requests: int = 1, speedup_share: float = 1.0) -> bool:
         """Decide about the next round."""
-        if self._pays(outlook, num_requests, kept_pace):
+        if self._pays(outlook, num_requests, speedup_share):
             self._wait = self._rounds_left = self.FIRST_WAIT
             return True
         if self._rounds_left > 0:
@@ -55,11 +55,11 @@ class DraftingGate:
         if tokens > steps * len(records):  # a probe that paid off is followed by another one
             self._wait, self._rounds_left = self.FIRST_WAIT, 0
 
-    def _pays(self, outlook: RoundOutlook, num_requests: int, kept_pace: float) -> bool:
+    def _pays(self, outlook: RoundOutlook, num_requests: int, speedup_share: float) -> bool:
         tokens, seconds = best_fixed_length(outlook, num_requests)
         tokens = self._tokens + self.PRIOR_ROUNDS * tokens / num_requests
         steps = self._steps + self.PRIOR_ROUNDS * seconds / outlook.curve.verify(num_requests)
-        return kept_pace * tokens > (1 - self.TOLERANCE / math.sqrt(num_requests)) * steps
+        return speedup_share * tokens > (1 - self.TOLERANCE / math.sqrt(num_requests)) * steps
 
 
 class DraftingPause:

@@ -19,7 +19,7 @@ from .curve import SPSCurve
 from .gate import DraftingGate
 from .live_curve import RoundTimes
 from .rules import RoundOutlook, Scheduler, ThresholdScheduler, mean_survival
-from .weights import kept_pace, token_weights
+from .weights import batch_speedup_share, request_weights
 
 
 # Used without measured round times: one more verified token costs 5 % of a plain step, drafting 10 %.
@@ -94,8 +94,8 @@ class DraftingPolicy:
         """
         if self._gate is None:
             return True
-        kept = kept_pace(self.curve, _paces(histories), tokens_left)
-        return self._gate.opens(self._outlook(histories), len(histories), kept)
+        speedup_share = batch_speedup_share(self.curve, _paces(histories), tokens_left)
+        return self._gate.should_draft(self._outlook(histories), len(histories), speedup_share)
 
     def verify_lengths(
         self,
@@ -117,7 +117,7 @@ class DraftingPolicy:
         if self.needs_curve:  # the user's threshold applies to the uncorrected confidence
             rows = zip(histories, confidence.split(1), strict=True)
             confidence = torch.cat([history.corrected(row) for history, row in rows])
-        weights = token_weights(self.curve, _paces(histories), tokens_left)
+        weights = request_weights(self.curve, _paces(histories), tokens_left)
         return self.scheduler.verify_lengths(confidence, self._outlook(histories, weights))
 
     def observe(self, histories: Sequence[AcceptanceHistory], records: Sequence[RoundRecord]) -> None:

@@ -10,8 +10,9 @@ earlier rounds, never on x_k or anything after it: this keeps sampled text exact
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,13 +29,13 @@ class RoundOutlook:
     Args:
         curve (`SPSCurve`): Round times.
         expected_survival (`tuple[float, ...]`): Mean prefix survival of slots 0 to g - 1 in earlier rounds.
-        token_weights (`tuple[float, ...]`, *optional*):
-            Value of one more token for each request, from [`token_weights`]; equal for all requests by default.
+        request_weights (`tuple[float, ...]`, *optional*):
+            Value of one more token for each request, from [`request_weights`]; equal for all requests by default.
     """
 
     curve: SPSCurve
     expected_survival: tuple[float, ...]
-    token_weights: tuple[float, ...] | None = None
+    request_weights: tuple[float, ...] | None = None
 
 
 class Scheduler(Protocol):
@@ -142,7 +143,7 @@ class LookaheadScheduler:
     as it did on average in earlier rounds.
 
     A price, instead of the rate of the current round, lets a good round run longer and ends a bad one sooner: the
-    tokens per second of a text are a ratio of sums, not a mean of ratios. Tokens count by `token_weights`.
+    tokens per second of a text are a ratio of sums, not a mean of ratios. Tokens count by `request_weights`.
     """
 
     def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:
@@ -169,6 +170,17 @@ class LookaheadScheduler:
         return _lengths(survival, _num_leading(sent))
 
 
+def all_rules(num_slots: int) -> dict[str, Callable[[], Scheduler]]:  # name -> maker: some rules learn
+    """Every rule, by the name that tables give it."""
+    fixed = {f"fixed {n}": functools.partial(FixedScheduler, n) for n in range(1, num_slots + 1)}
+    return fixed | {
+        "threshold 0.5": functools.partial(ThresholdScheduler, 0.5),
+        "Algorithm 1": PrefixScheduler,
+        "capacity": CapacityScheduler,
+        "look-ahead": LookaheadScheduler,
+    }
+
+
 def _expected(outlook: RoundOutlook, num_requests: int, num_slots: int) -> np.ndarray:
     """Expected survival of all drafts from the past, descending, [N]."""
     return np.repeat(np.maximum(outlook.expected_survival[:num_slots], 1e-9), num_requests)
@@ -187,7 +199,7 @@ def _survival(confidence: torch.Tensor) -> np.ndarray:
 def _weighted_survival(confidence: torch.Tensor, outlook: RoundOutlook) -> np.ndarray:
     """Expected weighted tokens of each draft; never increases along a request's slots."""
     survival = _survival(confidence)
-    return survival if outlook.token_weights is None else survival * np.asarray(outlook.token_weights)[:, None]
+    return survival if outlook.request_weights is None else survival * np.asarray(outlook.request_weights)[:, None]
 
 
 def _descending(survival: np.ndarray) -> np.ndarray:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The value of a token of each request to a batch, and the share of a faster pace that the batch keeps."""
+"""What the speed of single requests is worth to a batch, which ends with its slowest request."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np  # sorts and interpolates thousands of requests several times
 from .curve import SPSCurve
 
 
-# How much more the rounds ahead of the slowest text count than those of the others: high enough to speed it up, low
-# enough to tolerate that texts end unexpectedly.
-URGENCY = 4.0
+# Weight of a request by its rounds ahead, relative to the most of any: to this power. High enough to speed up the
+# slowest request, low enough to tolerate that texts end unexpectedly.
+SLOWEST_REQUEST_POWER = 4.0
 
 
-def token_weights(
+def request_weights(
     curve: SPSCurve, tokens_per_round: Sequence[float], tokens_left: Sequence[int] | None = None
 ) -> tuple[float, ...]:
     """The value of one more token for each request, in time saved; about 1 on average.
@@ -36,19 +36,21 @@ def token_weights(
     count, pace = len(tokens_per_round), np.asarray(tokens_per_round, dtype=np.float64)
     if count == 1:
         return (1.0,)
-    own_share, shares = _own_share(curve, count), np.ones(count)
+    per_request, shares = _per_request_share(curve, count), np.ones(count)
     if tokens_left is not None:
         rounds_left = np.maximum(tokens_left, 1) / pace
-        shares = (rounds_left / rounds_left.max()) ** URGENCY
+        shares = (rounds_left / rounds_left.max()) ** SLOWEST_REQUEST_POWER
         shares /= shares.mean()
-    return tuple((pace.mean() / pace * (own_share + (1 - own_share) * shares)).tolist())
+    return tuple((pace.mean() / pace * (per_request + (1 - per_request) * shares)).tolist())
 
 
-def kept_pace(curve: SPSCurve, tokens_per_round: Sequence[float], tokens_left: Sequence[int] | None = None) -> float:
-    """The share of the mean pace of its requests that a call keeps, since it ends with the slowest of them.
+def batch_speedup_share(
+    curve: SPSCurve, tokens_per_round: Sequence[float], tokens_left: Sequence[int] | None = None
+) -> float:
+    """The share of its requests' mean speed-up that shortens a call, since it ends with the slowest of them.
 
     The time to the end at their paces against that at one token a round, by the two parts of the time of a round (see
-    [`token_weights`]): one depends on the most rounds that a request has ahead, the other on the rounds of all.
+    [`request_weights`]): one depends on the most rounds that a request has ahead, the other on the rounds of all.
 
     Args:
         curve (`SPSCurve`): Round times.
@@ -62,13 +64,13 @@ def kept_pace(curve: SPSCurve, tokens_per_round: Sequence[float], tokens_left: S
     count = len(tokens_per_round)
     if count == 1 or tokens_left is None:
         return 1.0
-    own_share, pace = _own_share(curve, count), np.asarray(tokens_per_round, dtype=np.float64)
+    per_request, pace = _per_request_share(curve, count), np.asarray(tokens_per_round, dtype=np.float64)
     left = np.maximum(tokens_left, 1)
-    plain, drafted = ((1 - own_share) * rounds.max() + own_share * rounds.mean() for rounds in (left, left / pace))
+    plain, drafted = ((1 - per_request) * rounds.max() + per_request * rounds.mean() for rounds in (left, left / pace))
     return min(1.0, float(plain / drafted / pace.mean()))
 
 
-def _own_share(curve: SPSCurve, num_requests: int) -> float:
+def _per_request_share(curve: SPSCurve, num_requests: int) -> float:
     """The part of a round's time that belongs to single requests and disappears when they end."""
     alone_s, all_s = curve.round_s(1), curve.for_requests(num_requests).round_s(num_requests)
     return min(1.0, (all_s - alone_s) / all_s * num_requests / (num_requests - 1))

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..common.conversations import answer_fields
 from ..common.jsonl import parse_json
-from .answer_engine import SamplingSettings
+from .sampling import SamplingSettings
 
 
 TIMEOUT_S = 600

@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from ..common.chat import template_hash
 from ..common.chat_tokens import encode_messages, end_token_ids, user_turn
 from ..common.data_file import DataFile, RefusedFile
 from ..common.jsonl import shortened
-from .answer_engine import RowGenerator, RowRequest, SamplingSettings
 from .answer_server import AnswerServer, Refusal, ServerAnswer
 from .left_out import LeftOut
+from .sampling import SamplingSettings, sample_answers
 
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
 logger = logging.get_logger("transformers.dspark_hf.training.answers")
 
 MIN_SELF_PROMPT_WORDS = 3
+_Encoded = tuple[Any, tuple[int, ...]]  # what comes back with an answer, and the tokens of its prompt
 PROBE = ({"role": "user", "content": "Hello"},)
 
 
@@ -147,11 +149,11 @@ def write_answers(
         raise ValueError(f"`max_prompt_tokens` must be >= 1, got {max_prompt_tokens}.")
     left_out, on_row, on_skip = left_out or LeftOut(), on_row or _do_nothing, on_skip or _do_nothing
     file = DataFile(output, settings)
-    engine = RowGenerator(target, settings.sampling, end_token_ids(target, tokenizer), num_rows)
     waiting = _new_prompts(prompts, file.keys, on_skip)
-    requests = _requests(tokenizer, waiting, settings.enable_thinking, max_prompt_tokens, left_out, on_skip)
+    encoded = _encoded(tokenizer, waiting, settings.enable_thinking, max_prompt_tokens, left_out, on_skip)
     added = 0
-    for answer in engine.run(requests):
+    alike = _by_length(encoded, 8 * num_rows)
+    for answer in sample_answers(target, alike, settings.sampling, end_token_ids(target, tokenizer), num_rows):
         prompt, prompt_ids = answer.key
         text = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
         row = prompt.row([{"role": "assistant", "content": text}]) | {"finish_reason": answer.finish_reason}
@@ -180,20 +182,19 @@ def write_self_prompts(
     file = DataFile(output, settings)
     # Another stream than the first run's, or a resumed run would write the same prompts again.
     sampling = SamplingSettings(**(asdict(settings.sampling) | {"seed": settings.sampling.seed + len(file.keys)}))
-    engine = RowGenerator(target, sampling, end_tokens, num_rows)
     encoded = {start: tuple(tokenizer(header + start, add_special_tokens=False)["input_ids"]) for start in starts}
     wanted, added = num_prompts - len(file.keys), 0
     for _ in range(min(num_prompts, len(file.keys))):
         on_skip()
 
-    def requests() -> Iterator[RowRequest]:
+    def openings() -> Iterator[tuple[str, tuple[int, ...]]]:
         attempts = 0
         while added < wanted and attempts < 4 * wanted + num_rows:
             start = starts[attempts % len(starts)]
             attempts += 1
-            yield RowRequest(start, encoded[start])
+            yield start, encoded[start]
 
-    for answer in engine.run(requests()):
+    for answer in sample_answers(target, openings(), sampling, end_tokens, num_rows):
         if added >= wanted:
             break  # without waiting for the rows in flight
         text = (answer.key + tokenizer.decode(answer.token_ids, skip_special_tokens=True)).strip()
@@ -262,14 +263,14 @@ def _new_prompts(prompts: Iterable[PromptRow], known: set[str], on_skip: Callabl
             on_skip()
 
 
-def _requests(
+def _encoded(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Iterable[PromptRow],
     enable_thinking: bool | None,
     max_prompt_tokens: int,
     left_out: LeftOut,
     on_skip: Callable[[], None],
-) -> Iterator[RowRequest]:
+) -> Iterator[_Encoded]:
     """Prompts in tokens; those that the template refuses and those that are too long are left out."""
     for prompt in prompts:
         try:
@@ -279,11 +280,17 @@ def _requests(
             on_skip()
             continue
         if len(ids) <= max_prompt_tokens:
-            yield RowRequest((prompt, ids), ids)
+            yield (prompt, ids), ids
             continue
         reason = f"A prompt must have at most {max_prompt_tokens} tokens, got {len(ids)}. Raise `max_prompt_tokens`."
         left_out.add(prompt.where, reason)
         on_skip()
+
+
+def _by_length(prompts: Iterator[_Encoded], count: int) -> Iterator[_Encoded]:
+    """Sort so many prompts at a time, the longest first: those of like length fill a batch without padding."""
+    while chunk := list(islice(prompts, count)):
+        yield from sorted(chunk, key=lambda prompt: -len(prompt[1]))
 
 
 def _asked(

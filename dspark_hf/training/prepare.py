@@ -14,10 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.chat import template_hash
 from ..common.conversations import check_prompt, is_answer, read_messages, read_tools
-from .answer_engine import SamplingSettings
 from .answers import PrepareSettings, PromptRow, write_answers, write_answers_from_server, write_self_prompts
 from .dataset import read_rows
 from .left_out import LeftOut
+from .sampling import SamplingSettings
 
 
 SELF_PROMPT_TOKENS = 128

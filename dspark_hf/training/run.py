@@ -7,13 +7,13 @@ import contextlib
 import datetime
 import json
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from ..common.chat import template_hash
@@ -295,7 +295,8 @@ def _identity(config: DSparkConfig) -> dict[str, Any]:
     """The settings that must not change when a run resumes: the draft and its data."""
     info = config.training_info or {}
     learned = ("training_info", "confidence_temperatures", "acceptance_prior", "calibration_info")
-    names = [name for name in DSparkConfig.__annotations__ if name not in learned]
+    of_every_config = {own.name for own in fields(PreTrainedConfig)}
+    names = sorted({own.name for own in fields(DSparkConfig)} - of_every_config - {*learned})
     data = ("chat_template_sha256", "enable_thinking", "num_sequences", "num_answer_tokens")
     target = {"target_name_or_path": Path(config.target_name_or_path or "").name}  # a target may be moved
     return {name: getattr(config, name) for name in names} | target | {name: info.get(name) for name in data}

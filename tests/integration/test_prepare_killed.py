@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from dspark_hf.training.answer_engine import SamplingSettings
 from dspark_hf.training.answers import PrepareSettings, PromptRow, write_answers
+from dspark_hf.training.sampling import SamplingSettings
 from tests.support.models import tiny_target
 from tests.support.training import word_tokenizer, words
 

@@ -11,9 +11,9 @@ import typer
 from dspark_hf import DSparkConfig, DSparkDraftModel
 from dspark_hf.cli import app
 from dspark_hf.training import DSparkTrainingArguments
-from dspark_hf.training.answer_engine import SamplingSettings
 from dspark_hf.training.answers import write_answers, write_answers_from_server
 from dspark_hf.training.run import DataArguments, DraftArguments
+from dspark_hf.training.sampling import SamplingSettings
 from tests.integration.test_training_resume import target_without_mask
 from tests.support.training import greedy_sequences, trainer_for
 

@@ -227,8 +227,8 @@ def test_a_wrong_q_is_noticed(monkeypatch):
     target, draft = pair(0.0)
     right = Eagle3CandidateGenerator.propose
 
-    def flat_q(self, texts, *arguments, **named):
-        (proposal,) = right(self, texts, *arguments, **named)
+    def flat_q(self, requests, *arguments, **named):
+        (proposal,) = right(self, requests, *arguments, **named)
         if proposal.draft_logits is None:
             return [proposal]
         return [DraftProposal(proposal.token_ids, torch.zeros_like(proposal.draft_logits))]

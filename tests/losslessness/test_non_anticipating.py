@@ -15,12 +15,9 @@ from transformers import StoppingCriteriaList
 from dspark_hf import AdaptiveConfidenceCriteria, RoundRecord
 from dspark_hf.decoding import verification
 from dspark_hf.scheduling import (
-    CapacityScheduler,
-    LookaheadScheduler,
-    PrefixScheduler,
     RoundOutlook,
     SPSCurve,
-    ThresholdScheduler,
+    all_rules,
 )
 from dspark_hf.scheduling.acceptance import AcceptanceHistory
 from tests.support.closeness import assert_close
@@ -49,7 +46,7 @@ def bonus_probabilities(monkeypatch, rejected: bool) -> torch.Tensor:
     """What our rule draws the next token from, after a rejection or without a draft."""
     weights = []
 
-    def capture(probabilities, num_samples):
+    def capture(probabilities, num_samples, generator=None):
         weights.append(probabilities[0] / probabilities[0].sum())
         return torch.zeros(1, num_samples, dtype=torch.long)
 
@@ -117,12 +114,7 @@ def test_search_over_all_lengths_changes_the_distribution(monkeypatch):
     assert_close(first_token(monkeypatch, best_length), [0.85, 0.15])
 
 
-CAUSAL = {
-    "prefix": PrefixScheduler,
-    "capacity": CapacityScheduler,
-    "lookahead": LookaheadScheduler,
-    "threshold": lambda: ThresholdScheduler(0.5),
-}
+CAUSAL = all_rules(num_slots=0)  # those that look at confidences
 
 
 def criterion_with(
@@ -206,14 +198,14 @@ def test_admission_of_a_slot_ignores_later_confidences(scheduler, seed):
 
 
 def test_call_says_whether_the_block_ends_before_the_last_slot():
-    criterion = criterion_with("threshold", num_slots=2)
+    criterion = criterion_with("threshold 0.5", num_slots=2)
     confidence = torch.tensor([[0.9, 0.6], [0.9, 0.4]])
     assert criterion(torch.zeros(2, 3), None, confidence=confidence).tolist() == [False, True]
 
 
 def test_misuse_as_a_stopping_criterion_of_generate_is_refused():
     target = tiny_target()
-    criteria = StoppingCriteriaList([criterion_with("lookahead")])
+    criteria = StoppingCriteriaList([criterion_with("look-ahead")])
     for assistant in (None, oracle_draft(target)):
         with pytest.raises(RuntimeError, match="ends blocks of drafts, not the generation"):
             target.generate(

@@ -28,7 +28,7 @@ from transformers.generation import MinPLogitsWarper
 
 from dspark_hf import DSparkCandidateGenerator, collect_rounds
 from dspark_hf.decoding.drafter import DraftProposal
-from dspark_hf.decoding.verification import accept_drafts, select_bonus, verify_block
+from dspark_hf.decoding.verification import accept_drafts, select_bonus, verify_blocks
 from tests.losslessness.distributions import (
     ALPHA,
     VOCAB_SIZE,
@@ -129,21 +129,40 @@ def test_equal_distributions_are_always_accepted():
     assert chi_square_p_value(texts, chain_probabilities(target, 0, 4)) > ALPHA
 
 
-def test_verify_block_one_request_at_a_time():
+def test_verify_blocks_one_request_at_a_time():
     target, draft = chain_tables(4, 4)
     committed = []
     for _ in range(6_000):
         first = torch.multinomial(draft[0].softmax(-1), 1)
         second = torch.multinomial(draft[first].softmax(-1), 1)[0]
-        ids = torch.stack([first, second], dim=1)
-        p = torch.stack([target[0], target[first[0]], target[second[0]]])[None]
-        q = torch.stack([draft[0], draft[first[0]]])[None]
-        result = verify_block(ids, p, q, do_sample=True)
+        ids = torch.cat([first, second])
+        p = torch.stack([target[0], target[first[0]], target[second[0]]])
+        q = torch.stack([draft[0], draft[first[0]]])
+        result = verify_blocks(ids, p, q, [2], do_sample=True)
         count = int(result.num_accepted)
-        row = [*ids[0, :count].tolist(), int(result.bonus_token)]
+        row = [*ids[:count].tolist(), int(result.bonus_token)]
         committed.append(row + [-1] * (3 - len(row)))
     texts = Counter(complete(torch.tensor(committed), target, 3))
     assert chi_square_p_value(texts, chain_probabilities(target, 0, 3)) > ALPHA
+
+
+def test_verify_blocks_of_many_requests():
+    """Blocks of 0, 1 and 2 drafts in turn, all in one call: each text has the target's distribution."""
+    target, draft = chain_tables(4, 5)
+    lengths = [0, 1, 2] * 4_000
+    first = torch.multinomial(draft[0].softmax(-1), len(lengths), replacement=True)
+    second = torch.multinomial(draft[first].softmax(-1), 1)[:, 0]
+    drafts = [(first[i], second[i])[:length] for i, length in enumerate(lengths)]
+    ids = torch.stack([token for own in drafts for token in own])
+    p = target[torch.stack([token for own in drafts for token in (first.new_tensor(0), *own)])]
+    q = draft[torch.stack([token for own in drafts for token in (first.new_tensor(0), *own)[: len(own)]])]
+    result = verify_blocks(ids, p, q, lengths, do_sample=True)
+    counts, bonus = result.num_accepted.tolist(), result.bonus_token.tolist()
+    for kind in range(3):
+        rows = [[*(int(token) for token in drafts[i][: counts[i]]), bonus[i]] for i in range(kind, len(lengths), 3)]
+        padded = torch.tensor([row + [-1] * (3 - len(row)) for row in rows])
+        texts = Counter(complete(padded, target, 3))
+        assert chi_square_p_value(texts, chain_probabilities(target, 0, 3)) > ALPHA
 
 
 @pytest.mark.parametrize("wrong", ["q of another temperature", "drops unlikely drafts"])
@@ -227,8 +246,8 @@ def test_undo_of_temperature_in_q_is_noticed(monkeypatch):
     target, draft = sampling_pair(0.0, noise=0.8)
     right = DSparkCandidateGenerator.propose
 
-    def raw_q(self, texts, *arguments, **named):
-        (proposal,) = right(self, texts, *arguments, **named)
+    def raw_q(self, requests, *arguments, **named):
+        (proposal,) = right(self, requests, *arguments, **named)
         if proposal.draft_logits is None:
             return [proposal]
         return [DraftProposal(proposal.token_ids, proposal.draft_logits * 0.5, proposal.confidence)]
@@ -247,8 +266,8 @@ def test_a_cut_that_looks_ahead_is_noticed(monkeypatch, rule):
         draft.confidence_head.proj.weight[0, -VOCAB_SIZE:] = torch.tensor([9.0] * 6 + [-9.0] * 6)
     right = DSparkCandidateGenerator.propose
 
-    def cut(self, texts, *arguments, **named):
-        (proposal,) = right(self, texts, *arguments, **named)
+    def cut(self, requests, *arguments, **named):
+        (proposal,) = right(self, requests, *arguments, **named)
         ids, length = proposal.token_ids, proposal.token_ids.shape[1]
         if not length:
             return [proposal]

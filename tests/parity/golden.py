@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from dspark_hf import DSparkCandidateGenerator, DSparkDraftModel, collect_rounds
 from tests.support.closeness import assert_close
+from tests.support.drafting import OneText
 from tests.support.models import uncached_block
 
 
@@ -54,9 +55,9 @@ def check_block(folder: Path, target: PreTrainedModel, draft: DSparkDraftModel) 
         assert torch.equal(block.draft_logits.argmax(-1), golden["draft_vocab_ids"])
 
     draft.generation_config.num_assistant_tokens_schedule = "constant"
-    generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
+    generator = OneText(DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512)))
     generator.add_context(states, prompt.shape[1], {})
-    proposal = generator.propose([text])[0]
+    proposal = generator.propose(text)
     assert torch.equal(proposal.token_ids, golden["draft_tokens"])
     if block.confidence_logits is not None:
         confidence = golden["confidence_logits"].sigmoid()
@@ -67,8 +68,8 @@ def check_cached_rounds(folder: Path, target: PreTrainedModel, draft: DSparkDraf
     """Every round of a decoding equals the same block without any cache; returns how many there were."""
     right, rounds = DSparkCandidateGenerator._parallel_stage, []
 
-    def spy(self, anchor_id):
-        rounds.append(right(self, anchor_id))
+    def spy(self, requests):
+        rounds.append(right(self, requests))
         return rounds[-1]
 
     case = json.loads((folder / "decoding.json").read_text())["cases"][0]

@@ -13,6 +13,7 @@ from dspark_hf.decoding.eagle3_drafter import Eagle3CandidateGenerator
 from dspark_hf.drafts.modeling_eagle3 import Eagle3DraftModel
 from tests.parity.golden import GOLDEN, check_decoding
 from tests.support.closeness import assert_close
+from tests.support.drafting import OneText
 from tests.support.eagle3 import uncached_chain
 
 
@@ -142,16 +143,16 @@ def test_every_field_counts(change):
 def test_generator_drafts_the_same_rounds():
     golden, (target, draft) = load_file(FOLDER / "block.safetensors"), load_pair()
     prompt = golden["prompt"]
-    generator = Eagle3CandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
+    generator = OneText(Eagle3CandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512)))
     text = torch.cat([prompt, golden["verify_token_ids"][:, :1]], dim=1)
     generator.add_context(target(prompt, output_hidden_states=True).hidden_states, prompt.shape[1], {})
-    (proposal,) = generator.propose([text])
+    proposal = generator.propose(text)
     assert torch.equal(proposal.token_ids, golden["draft_tokens"])
     verified = torch.cat([prompt, golden["verify_token_ids"]], dim=1)
     states = target(verified, output_hidden_states=True).hidden_states
     rows = tuple(layer[:, prompt.shape[1] :] for layer in states)  # those of rejected drafts behind
     generator.add_context(rows, golden["committed_tokens"].shape[1], {})
-    (proposal,) = generator.propose([torch.cat([text, golden["committed_tokens"]], dim=1)])
+    proposal = generator.propose(torch.cat([text, golden["committed_tokens"]], dim=1))
     assert torch.equal(proposal.token_ids, golden["next_draft_tokens"])
 
 

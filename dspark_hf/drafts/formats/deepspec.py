@@ -10,14 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..configuration_dspark import DSparkConfig
-from .fields import (
-    KEPT_FIELDS,
-    ConfigFile,
-    check_writable_layer_ids,
-    dtype_to_write,
-    layer_stack_fields,
-    stack_to_write,
-)
+from .fields import ConfigFile, draft_to_write, first_class, layer_stack_fields, stack_to_write
 
 
 # DeepSpec's training setting, which its class requires when it loads.
@@ -26,7 +19,7 @@ NUM_ANCHORS = 512
 
 def matches(config: dict[str, Any]) -> bool:
     """Whether a config.json is of this format."""
-    return (config.get("architectures") or [None])[0] == "Qwen3DSparkModel" and "dflash_config" not in config
+    return first_class(config) == "Qwen3DSparkModel"
 
 
 def to_config(file: ConfigFile) -> DSparkConfig:
@@ -36,15 +29,13 @@ def to_config(file: ConfigFile) -> DSparkConfig:
 
 def draft_fields(file: ConfigFile) -> dict[str, Any]:
     """The fields that DeepSpec adds to a copy of the target's config."""
-    fields = {name: file.require(name) for name in ("block_size", "mask_token_id")}
-    fields |= {"target_layer_ids": file.require_layer_ids(), "sample_from_anchor": True}
-    return fields | file.head_fields() | file.kept_fields()
+    fields = file.block_fields() | file.head_fields()
+    return fields | {"target_layer_ids": file.require_layer_ids(), "sample_from_anchor": True}
 
 
 def from_config(config: DSparkConfig) -> dict[str, Any]:
     """Write a configuration in this format."""
-    fields = stack_to_write(config) | written_draft_fields(config) | dtype_to_write(config)
-    return fields | {"architectures": ["Qwen3DSparkModel"]}
+    return stack_to_write(config) | written_draft_fields(config) | {"architectures": ["Qwen3DSparkModel"]}
 
 
 def written_draft_fields(config: DSparkConfig) -> dict[str, Any]:
@@ -59,9 +50,7 @@ def written_draft_fields(config: DSparkConfig) -> dict[str, Any]:
                 f"DeepSpec's layout has no words for {what}, which this draft has. Write the speculators layout "
                 "instead: vLLM and llama.cpp read it."
             )
-    check_writable_layer_ids(config)
-    names = ["block_size", "mask_token_id", "target_layer_ids", "markov_rank", "enable_confidence_head"]
+    names = ["target_layer_ids", "markov_rank", "enable_confidence_head"]
     names += ["markov_head_type"] if config.markov_rank else []
     names += ["confidence_head_with_markov"] if config.enable_confidence_head else []
-    kept = {name: getattr(config, name) for name in KEPT_FIELDS if getattr(config, name) is not None}
-    return {name: getattr(config, name) for name in names} | kept | {"num_anchors": NUM_ANCHORS}
+    return draft_to_write(config, *names) | {"num_anchors": NUM_ANCHORS}

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from ..configuration_dspark import DSparkConfig
 from .deepspec import draft_fields, written_draft_fields
-from .fields import OPTIONAL_STACK_FIELDS, REQUIRED_STACK_FIELDS, ConfigFile, dtype_to_write
+from .fields import OPTIONAL_STACK_FIELDS, REQUIRED_STACK_FIELDS, ConfigFile, first_class
 
 
 # Parts of Gemma 4 that no DeepSpec draft has.
@@ -23,7 +23,7 @@ _RENAMED = {"hidden_act", "head_dim", "num_key_value_heads"}
 
 def matches(config: dict[str, Any]) -> bool:
     """Whether a config.json is of this format."""
-    return (config.get("architectures") or [None])[0] == "Gemma4DSparkModel" and "dflash_config" not in config
+    return first_class(config) == "Gemma4DSparkModel"
 
 
 def to_config(file: ConfigFile) -> DSparkConfig:
@@ -34,12 +34,7 @@ def to_config(file: ConfigFile) -> DSparkConfig:
                 f"{file.source} is a Gemma 4 draft with `{name}` {file.fields[name]}, which this package does not "
                 "run. Serve it with vLLM or SGLang."
             )
-    fields = {name: file.require(name) for name in REQUIRED_STACK_FIELDS}
-    fields |= {
-        name: file.fields[name]
-        for name in OPTIONAL_STACK_FIELDS
-        if name not in _RENAMED and file.fields.get(name) is not None
-    }
+    fields = {name: value for name, value in file.stack_fields().items() if name not in _RENAMED}
     file.require("layer_types")  # transformers' default for Gemma 4 is another
     k_eq_v = file.require("attention_k_eq_v")
     head_dim, num_key_value_heads = _full_attention_heads(file, k_eq_v)
@@ -85,7 +80,6 @@ def from_config(config: DSparkConfig, target_config: PreTrainedConfig) -> dict[s
         "num_global_key_value_heads": config.num_key_value_heads,
         "rope_parameters": rope | {"full_attention": config.rope_parameters},
         "tie_word_embeddings": False,
-        **dtype_to_write(config),
         **written_draft_fields(config),
     }
 

@@ -47,8 +47,7 @@ def to_config(file: ConfigFile) -> DSparkConfig:
         fields |= {"markov_rank": 0, "enable_confidence_head": False}
     return DSparkConfig(
         **fields,
-        **file.kept_fields(),
-        **{name: file.require(name) for name in ("block_size", "mask_token_id")},
+        **file.block_fields(),
         target_layer_ids=_with_spread_layer_ids(file).require_layer_ids(),
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..configuration_eagle3 import Eagle3Config
-from .fields import ConfigFile, layer_stack_fields
+from .fields import ConfigFile, first_class, layer_stack_fields
 
 
 MODEL_TYPE = Eagle3Config.model_type
@@ -21,7 +21,7 @@ _OTHER_CLASSES = ("LlamaForCausalLMEagle3", "Gemma4Eagle3Model")
 
 def matches(config: dict[str, Any]) -> bool:
     """Whether a config.json is of one of these layouts."""
-    return config.get("model_type") == MODEL_TYPE or _first_class(config) == _DEEPSPEC_CLASS
+    return config.get("model_type") == MODEL_TYPE or first_class(config) == _DEEPSPEC_CLASS
 
 
 def to_fields(file: ConfigFile) -> dict[str, Any]:
@@ -51,12 +51,8 @@ def to_fields(file: ConfigFile) -> dict[str, Any]:
     }
 
 
-def _first_class(config: dict[str, Any]) -> Any:
-    return (config.get("architectures") or [None])[0]
-
-
 def _refuse(file: ConfigFile) -> Exception:
-    name, kind = _first_class(file.fields), file.fields.get("speculators_model_type")
+    name, kind = first_class(file.fields), file.fields.get("speculators_model_type")
     if name in _OTHER_CLASSES or kind == "eagle3":
         return NotImplementedError(
             f"{file.source} is an Eagle3 draft of another layout (class {name!r}, `speculators_model_type` {kind!r}); "

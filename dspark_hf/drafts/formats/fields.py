@@ -109,15 +109,25 @@ class ConfigFile:
             fields["confidence_head_with_markov"] = self.require("confidence_head_with_markov")
         return fields
 
-    def kept_fields(self) -> dict[str, Any]:
-        """Our own fields that this package stored in the file."""
-        return {name: self.fields[name] for name in KEPT_FIELDS if self.fields.get(name) is not None}
+    def block_fields(self) -> dict[str, Any]:
+        """The fields of the block, and our own fields that this package stored in the file."""
+        kept = {name: self.fields[name] for name in KEPT_FIELDS if self.fields.get(name) is not None}
+        return {name: self.require(name) for name in ("block_size", "mask_token_id")} | kept
+
+    def stack_fields(self) -> dict[str, Any]:
+        """The fields of the layer stack that are read as they are."""
+        optional = {name: self.fields[name] for name in OPTIONAL_STACK_FIELDS if self.fields.get(name) is not None}
+        return {name: self.require(name) for name in REQUIRED_STACK_FIELDS} | optional
+
+
+def first_class(config: dict[str, Any]) -> Any:
+    """The class that a config.json names first."""
+    return (config.get("architectures") or [None])[0]
 
 
 def layer_stack_fields(stack: ConfigFile) -> dict[str, Any]:
     """The fields of the draft's layer stack."""
-    fields = {name: stack.require(name) for name in REQUIRED_STACK_FIELDS}
-    fields |= {name: stack.fields[name] for name in OPTIONAL_STACK_FIELDS if stack.fields.get(name) is not None}
+    fields = stack.stack_fields()
     if stack.fields.get("torch_dtype") is not None:  # the 4.x name
         fields.setdefault("dtype", stack.fields["torch_dtype"])
     fields["rope_parameters"] = _rope_parameters(stack)
@@ -147,19 +157,17 @@ def stack_to_write(config: DSparkConfig) -> dict[str, Any]:
     }
 
 
-def check_writable_layer_ids(config: DSparkConfig) -> None:
-    """Reject an order of the layers that only our own format supports."""
+def draft_to_write(config: DSparkConfig, *names: str) -> dict[str, Any]:
+    """Fields of the block and of the heads by name, our own ones, and the dtype of the weights, as far as known."""
     ids = config.target_layer_ids
     if any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
         raise ValueError(
             f"`target_layer_ids` must ascend to be written for other engines, got {ids}: they concatenate the layers "
             "by depth. Train the draft on ascending ids."
         )
-
-
-def dtype_to_write(config: DSparkConfig) -> dict[str, str]:
-    """The dtype of the weights, if known."""
-    return {} if config.dtype is None else {"dtype": str(config.dtype).removeprefix("torch.")}
+    fields = {name: getattr(config, name) for name in ("block_size", "mask_token_id", *names)}
+    fields |= {name: getattr(config, name) for name in KEPT_FIELDS if getattr(config, name) is not None}
+    return fields if config.dtype is None else fields | {"dtype": str(config.dtype).removeprefix("torch.")}
 
 
 def _rope_parameters(stack: ConfigFile) -> dict[str, Any]:

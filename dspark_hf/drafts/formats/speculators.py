@@ -13,14 +13,7 @@ from typing import Any
 import torch
 
 from ..configuration_dspark import DSparkConfig
-from .fields import (
-    KEPT_FIELDS,
-    ConfigFile,
-    check_writable_layer_ids,
-    dtype_to_write,
-    layer_stack_fields,
-    stack_to_write,
-)
+from .fields import ConfigFile, draft_to_write, layer_stack_fields, stack_to_write
 
 
 # The release whose layout is written; `tests/parity/speculators_package.py` compares with it.
@@ -40,7 +33,6 @@ def to_config(file: ConfigFile) -> DSparkConfig:
             f"`target_hidden_size` must equal the draft's hidden size {fields['hidden_size']}, got "
             f"{file.fields['target_hidden_size']} in {file.source}: the draft shares its target's embedding."
         )
-    fields |= {name: file.require(name) for name in ("block_size", "mask_token_id")}
     if file.fields["speculators_model_type"] == "dflash":
         # Files written before the field was added use the convention that is still its default.
         fields |= {"markov_rank": 0, "enable_confidence_head": False}
@@ -50,7 +42,7 @@ def to_config(file: ConfigFile) -> DSparkConfig:
     fields.setdefault("dtype", file.fields.get("dtype"))
     return DSparkConfig(
         **fields,
-        **({"target_name_or_path": _verifier_name(file)} | file.kept_fields()),
+        **({"target_name_or_path": _verifier_name(file)} | file.block_fields()),
         target_layer_ids=file.require_layer_ids("aux_hidden_state_layer_ids", offset=1),
         draft_vocab_size=file.require("draft_vocab_size"),
         sliding_window_non_causal=file.get("sliding_window_non_causal", False),
@@ -64,7 +56,6 @@ def from_config(config: DSparkConfig, verifier_architectures: list[str]) -> dict
             f"The speculators layout has no words for layers of kind {config.layer_kind!r}. Write DeepSpec's layout "
             "instead."
         )
-    check_writable_layer_ids(config)
     has_heads = config.markov_rank > 0 or config.enable_confidence_head
     kind = "dspark" if has_heads or config.sample_from_anchor else "dflash"
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.num_draft_slots}
@@ -84,12 +75,11 @@ def from_config(config: DSparkConfig, verifier_architectures: list[str]) -> dict
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "target_hidden_size": None,
         "tie_word_embeddings": False,
-    } | dtype_to_write(config)
-    names = ["block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal"]
+    }
+    names = ["sample_from_anchor", "sliding_window_non_causal"]
     if kind == "dspark":
         names += ["markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"]
-    kept = {name: getattr(config, name) for name in KEPT_FIELDS if getattr(config, name) is not None}
-    return fields | {name: getattr(config, name) for name in names} | kept
+    return fields | draft_to_write(config, *names)
 
 
 def membership_mask(

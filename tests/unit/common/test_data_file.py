@@ -6,8 +6,8 @@ import json
 import pytest
 
 from dspark_hf.common.data_file import DataFile, RefusedFile
-from dspark_hf.training.answer_engine import SamplingSettings
 from dspark_hf.training.answers import PrepareSettings
+from dspark_hf.training.sampling import SamplingSettings
 
 
 SETTINGS = PrepareSettings("tiny", SamplingSettings(max_new_tokens=6, temperature=0))

@@ -7,11 +7,14 @@ import pytest
 import torch
 import transformers
 from packaging.version import Version
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from dspark_hf import DraftProposal, DSparkCandidateGenerator, RoundRecord
+from dspark_hf.decoding.drafter import CommittedContext, ContextSpan
+from dspark_hf.decoding.request import Request
 from dspark_hf.scheduling import LookaheadScheduler, SPSCurve, ThresholdScheduler
 from tests.support.closeness import assert_close, assert_differs
+from tests.support.drafting import OneText
 from tests.support.models import oracle_draft, random_draft, random_prompt, tiny_target, uncached_block
 
 
@@ -30,16 +33,16 @@ def test_block_follows_the_context_of_many_rounds():
     """Context arrives in pieces, as rounds commit it; a piece without a proposal waits for the next one."""
     target = tiny_target()
     draft = oracle_draft(target, target_layer_ids=[2, -1])
-    generator, text = build(target, draft), random_prompt(20)
+    generator, text = OneText(build(target, draft)), random_prompt(20)
     states = hidden_states(target, text)
     start = 0
     for end, propose in ((7, True), (8, False), (11, False), (12, True), (17, True)):
         generator.add_context(tuple(layer[:, start:end] for layer in states), end - start, {})
         start = end
         if propose:
-            proposal = generator.propose([text[:, : end + 1]])[0]
+            proposal = generator.propose(text[:, : end + 1])
             assert torch.equal(proposal.token_ids, uncached_block(target, draft, text[:, : end + 1]).token_ids)
-            assert generator._cache.lengths == [end]
+            assert generator.drafter._cache.lengths == [end]
 
 
 @torch.no_grad()
@@ -48,10 +51,10 @@ def test_rows_of_rejected_drafts_are_no_context():
     draft = oracle_draft(target)
     text = random_prompt(10)
     states = hidden_states(target, text)
-    generator = build(target, draft)
+    generator = OneText(build(target, draft))
     generator.add_context(states, 6, {})  # the rows behind are of drafts that were rejected
     expected = uncached_block(target, draft, text[:, :7])
-    assert torch.equal(generator.propose([text[:, :7]])[0].token_ids, expected.token_ids)
+    assert torch.equal(generator.propose(text[:, :7]).token_ids, expected.token_ids)
 
 
 @torch.no_grad()
@@ -65,11 +68,11 @@ def test_left_padding_is_no_context(num_pads):
     mask = (torch.arange(9 + num_pads) >= num_pads).long()[None]
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     states = hidden_states(target, padded[:, :-1], attention_mask=mask[:, :-1], position_ids=position_ids[:, :-1])
-    generator = build(target, draft)
+    generator = OneText(build(target, draft))
     generator.add_context(states, num_pads + 8, {"attention_mask": mask, "position_ids": position_ids})
-    proposal = generator.propose([padded])[0]
+    proposal = generator.propose(padded)
     assert torch.equal(proposal.token_ids, expected.token_ids)
-    assert generator._cache.lengths == [8]
+    assert generator.drafter._cache.lengths == [8]
     assert_close(torch.tensor([proposal.confidence]), expected.confidence_logits.sigmoid())
 
 
@@ -80,15 +83,15 @@ def test_text_positions_come_first_in_multimodal_ones():
     text = random_prompt(9)
     states = hidden_states(target, text[:, :-1])
     text_positions = torch.arange(9)[None] + 5  # only differences matter
-    generator = build(target, draft)
+    generator = OneText(build(target, draft))
     positions = torch.stack([text_positions, *(torch.randint(0, 50, (1, 9)) for _ in range(3))])
     generator.add_context(states, 8, {"position_ids": positions})
-    proposal = generator.propose([text])[0]
+    proposal = generator.propose(text)
     expected = uncached_block(target, draft, text)
     assert_close(torch.tensor([proposal.confidence]), expected.confidence_logits.sigmoid())
-    scrambled = build(target, draft)
+    scrambled = OneText(build(target, draft))
     scrambled.add_context(states, 8, {"position_ids": positions.flip(0)})
-    assert_differs(scrambled.propose([text])[0].confidence, proposal.confidence)
+    assert_differs(scrambled.propose(text).confidence, proposal.confidence)
 
 
 @torch.no_grad()
@@ -102,9 +105,9 @@ def test_nothing_is_sent_after_an_eos():
         config = GenerationConfig(do_sample=False, max_length=512)
         config._eos_token_tensor = torch.tensor(eos)
         draft.generation_config.num_assistant_tokens_schedule = "constant"
-        generator = DSparkCandidateGenerator(target, draft, config)
+        generator = OneText(DSparkCandidateGenerator(target, draft, config))
         generator.add_context(hidden_states(target, text[:, :-1]), 8, {})
-        proposal = generator.propose([text])[0]
+        proposal = generator.propose(text)
         assert proposal.token_ids[0].tolist() == chain[:expected]
         assert len(proposal.confidence) == 4, "the confidences of slots that were cut are recorded"
 
@@ -146,7 +149,8 @@ def test_criterion_follows_the_knobs():
     for generator in (greedy, sampling):
         assert generator.needs_curve
         generator.use_curve(SPSCurve((1, 5), (1.0, 2.0), 0.1))
-        generator.observe([slow])
+        request = generator._stock_request(random_prompt(4))
+        generator.observe([request], [slow])
     assert greedy.criterion.curve.plain_s > 5
     assert sampling.criterion.curve.plain_s == 1.0, "time must not steer the random stream"
     draft.generation_config.assistant_confidence_threshold = 0.25
@@ -164,17 +168,17 @@ def test_context_waits_while_drafting_does_not_pay():
     states = hidden_states(target, text)
     proposals = []
     for skip in (False, True):
-        generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
+        generator = OneText(DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512)))
         gate = iter((not skip, True))
-        generator.criterion = SimpleNamespace(
+        generator.drafter.criterion = SimpleNamespace(
             should_draft=lambda *_, gate=gate: next(gate),
             verify_lengths=lambda _, confidence, __: torch.tensor([confidence.shape[1]]),
         )
         generator.add_context(states, 6, {})
-        first = generator.propose([text[:, :7]])[0]
+        first = generator.propose(text[:, :7])
         assert (first.drafted, first.token_ids.shape[1]) == ((False, 0) if skip else (True, 4))
         generator.add_context(tuple(layer[:, 6:] for layer in states), 2, {})
-        proposals.append(generator.propose([text[:, :9]])[0])
+        proposals.append(generator.propose(text[:, :9]))
     assert torch.equal(proposals[0].token_ids, proposals[1].token_ids)
     assert_close(proposals[0].confidence, proposals[1].confidence)
 
@@ -186,9 +190,9 @@ def test_confidence_uses_the_calibrated_temperatures():
     text = random_prompt(6)
 
     def confidence() -> torch.Tensor:
-        generator = build(target, draft)
+        generator = OneText(build(target, draft))
         generator.add_context(hidden_states(target, text[:, :-1]), 5, {})
-        return torch.tensor(generator.propose([text])[0].confidence)
+        return torch.tensor(generator.propose(text).confidence)
 
     before = confidence()
     draft.config.confidence_temperatures = [0.5, 1.0, 2.0, 4.0]
@@ -200,12 +204,33 @@ def test_confidence_uses_the_calibrated_temperatures():
 def test_draft_without_confidence_head_learns_from_acceptance_alone():
     target = tiny_target()
     draft = random_draft(enable_confidence_head=False)
-    generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
+    generator = OneText(DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512)))
     text = random_prompt(6)
     generator.add_context(hidden_states(target, text[:, :-1]), 5, {})
-    proposal = generator.propose([text])[0]
+    proposal = generator.propose(text)
     assert proposal.confidence == ()
     assert proposal.token_ids.shape == (1, 4)
+
+
+@torch.no_grad()
+def test_a_request_takes_its_state_along():
+    """The context that waits, the pause and the past belong to a request; only the cache goes by places."""
+    target = tiny_target()
+    draft = oracle_draft(target)
+    texts = [random_prompt(7, seed=seed) for seed in (1, 2, 3)]
+    drafter, config = build(target, draft), GenerationConfig(do_sample=False)
+    requests = [
+        Request(i, text, LogitsProcessorList(), StoppingCriteriaList(), 512, config) for i, text in enumerate(texts)
+    ]
+    drafter.add_requests(requests)
+    for place in (2, 1, 0):  # in another order than they stand in
+        span = ContextSpan(place, slice(0, 6), torch.arange(7)[None])
+        drafter.read(requests, CommittedContext(hidden_states(target, texts[place][:, :-1]), (span,)))
+    drafter.keep_requests([2, 0])
+    proposals = drafter.propose([requests[2], requests[0]])
+    for text, proposal in zip((texts[2], texts[0]), proposals, strict=True):
+        assert torch.equal(proposal.token_ids, uncached_block(target, draft, text).token_ids)
+    assert [request.drafting.num_waiting for request in requests] == [0, 6, 0]
 
 
 def test_empty_proposal():
@@ -217,10 +242,10 @@ def test_empty_proposal():
 def test_draft_cache_holds_all_but_the_anchor_after_each_round(monkeypatch):
     lengths, right = [], DSparkCandidateGenerator.propose
 
-    def spy(self, texts, *arguments, **named):
-        proposals = right(self, texts, *arguments, **named)
-        if self._cache.lengths[0] and not self._requests[0].context:
-            lengths.append((self._cache.lengths[0], texts[0].shape[1]))
+    def spy(self, requests, *arguments, **named):
+        proposals = right(self, requests, *arguments, **named)
+        if self._cache.lengths[0] and not requests[0].drafting.context:
+            lengths.append((self._cache.lengths[0], requests[0].input_ids.shape[1]))
         return proposals
 
     monkeypatch.setattr(DSparkCandidateGenerator, "propose", spy)
@@ -239,15 +264,15 @@ def test_a_dead_end_does_not_change_what_the_scheduler_sees_of_the_slots_before_
     draft = oracle_draft(target)
     text, seen = random_prompt(9), []
     for spoiled in (False, True):
-        generator = DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512))
-        generator.criterion = SimpleNamespace(
+        generator = OneText(DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512)))
+        generator.drafter.criterion = SimpleNamespace(
             should_draft=lambda *_: True,
             verify_lengths=lambda _, confidence, __: (seen.append(confidence), torch.tensor([confidence.shape[1]]))[1],
         )
         ends = LogitsProcessorList([_DeadEnd(length=11 if spoiled else 99)])
-        generator._requests[0].processors = ends  # reads the text, as a grammar does
+        generator.request.drafting.processors = ends  # reads the text, as a grammar does
         generator.add_context(hidden_states(target, text[:, :-1]), 8, {})
-        proposal = generator.propose([text])[0]
+        proposal = generator.propose(text)
         assert proposal.token_ids.shape[1] == len(proposal.confidence) == (2 if spoiled else 4)
     whole, cut = seen
     assert whole.shape == cut.shape == (1, 4)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList
+from transformers import GenerationConfig
 from transformers.generation import SuppressTokensLogitsProcessor
 
 import dspark_hf
@@ -13,6 +13,7 @@ from dspark_hf import collect_rounds, generate_many
 from dspark_hf._compat import CACHE_KEY, LIBRARY_DEFAULTS
 from dspark_hf.decoding.eagle3_drafter import Eagle3CandidateGenerator, resolve_num_drafts
 from tests.support.closeness import assert_close, assert_differs
+from tests.support.drafting import OneText
 from tests.support.eagle3 import oracle_eagle3, random_eagle3, tiny_eagle3_config, uncached_chain
 from tests.support.models import random_prompt, tiny_target
 
@@ -23,11 +24,6 @@ BIGRAM = 0.003  # how little else than the last token counts in a target that th
 def build(target, draft, processors=None, **config):
     config = GenerationConfig(**({"do_sample": False, "max_length": 512} | config))
     return Eagle3CandidateGenerator(target, draft, config, processors)
-
-
-def propose(generator, text):
-    (proposal,) = generator.propose([text])
-    return proposal
 
 
 @torch.no_grad()
@@ -44,18 +40,18 @@ def test_chain_follows_the_context_of_many_rounds(attention):
     """Context arrives in pieces, as rounds commit it; a piece without a proposal waits for the next one."""
     target, draft = tiny_target(), random_eagle3(target_layer_ids=[2, -1])
     draft.set_attn_implementation(attention)
-    generator, text = build(target, draft), random_prompt(20)
+    generator, text = OneText(build(target, draft)), random_prompt(20)
     states = hidden_states(target, text)
     start, chains = 0, []
     for end, draws in ((7, True), (8, False), (11, False), (12, True), (17, True)):
         generator.add_context(tuple(layer[:, start:end] for layer in states), end - start, {})
         start = end
         if draws:
-            proposal = propose(generator, text[:, : end + 1])
+            proposal = generator.propose(text[:, : end + 1])
             chains.append(uncached_chain(target, draft, text[:, : end + 1], 4).token_ids)
             assert torch.equal(proposal.token_ids, chains[-1])
             assert (proposal.draft_logits, proposal.confidence, proposal.drafted) == (None, (), True)
-            assert generator._cache.get_seq_length() == end, "drafts are left in the cache"
+            assert generator.drafter._cache.get_seq_length() == end, "drafts are left in the cache"
     assert not torch.equal(chains[0], chains[1])
 
 
@@ -63,10 +59,10 @@ def test_chain_follows_the_context_of_many_rounds(attention):
 def test_rows_of_rejected_drafts_are_no_context():
     target, draft = tiny_target(), random_eagle3()
     text = random_prompt(10)
-    generator = build(target, draft)
+    generator = OneText(build(target, draft))
     generator.add_context(hidden_states(target, text), 6, {})
     expected = uncached_chain(target, draft, text[:, :7], 4)
-    assert torch.equal(propose(generator, text[:, :7]).token_ids, expected.token_ids)
+    assert torch.equal(generator.propose(text[:, :7]).token_ids, expected.token_ids)
 
 
 @torch.no_grad()
@@ -77,15 +73,15 @@ def test_target_states_take_the_place_of_the_drafts_own():
     with torch.no_grad():
         draft.fc.weight.normal_(std=0.1)
     text = random_prompt(9)
-    generator = build(target, draft, num_assistant_tokens=3)
+    generator = OneText(build(target, draft, num_assistant_tokens=3))
     generator.add_context(hidden_states(target, text[:, :-1]), 8, {})
-    drafts = propose(generator, text).token_ids
+    drafts = generator.propose(text).token_ids
     longer = torch.cat([text, drafts, drafts[:, :1]], dim=1)  # two accepted drafts, another one as bonus token
     states = hidden_states(target, longer[:, :11])
     generator.add_context(tuple(layer[:, 8:] for layer in states), 3, {})
     chain = uncached_chain(target, draft, longer[:, :12], 3)
-    assert torch.equal(propose(generator, longer[:, :12]).token_ids, chain.token_ids)
-    assert generator._cache.get_seq_length() == 11
+    assert torch.equal(generator.propose(longer[:, :12]).token_ids, chain.token_ids)
+    assert generator.drafter._cache.get_seq_length() == 11
 
 
 @torch.no_grad()
@@ -97,10 +93,28 @@ def test_left_padding_is_no_context(num_pads):
     mask = (torch.arange(9 + num_pads) >= num_pads).long()[None]
     position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
     states = hidden_states(target, padded[:, :-1], attention_mask=mask[:, :-1], position_ids=position_ids[:, :-1])
-    generator = build(target, draft)
+    generator = OneText(build(target, draft))
     generator.add_context(states, num_pads + 8, {"attention_mask": mask, "position_ids": position_ids})
-    assert torch.equal(propose(generator, padded).token_ids, uncached_chain(target, draft, text, 4).token_ids)
-    assert generator._cache.get_seq_length() == 8
+    assert torch.equal(generator.propose(padded).token_ids, uncached_chain(target, draft, text, 4).token_ids)
+    assert generator.drafter._cache.get_seq_length() == 8
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("num_pads", [1, 4])
+def test_padding_that_waits_has_no_positions(num_pads):
+    """A padded prompt that is not read at once: what follows it continues its positions, not those of its padding."""
+    target, draft = tiny_target(), random_eagle3()
+    text = random_prompt(9)
+    padded = torch.cat([torch.zeros(1, num_pads, dtype=torch.long), text], dim=1)
+    mask = (torch.arange(9 + num_pads) >= num_pads).long()[None]
+    states = hidden_states(target, text[:, :-1])
+    with_pads = tuple(torch.nn.functional.pad(layer, (0, 0, num_pads, 0)) for layer in states)
+    generator, end = OneText(build(target, draft, do_sample=True)), num_pads + 5
+    generator.add_context(tuple(layer[:, :end] for layer in with_pads), end, {"attention_mask": mask[:, : end + 1]})
+    generator.add_context(tuple(layer[:, end:] for layer in with_pads), 3, {})
+    assert_close(
+        generator.propose(padded).draft_logits[:, 0], uncached_chain(target, draft, text, 1).draft_logits[:, 0]
+    )
 
 
 @torch.no_grad()
@@ -111,9 +125,9 @@ def test_text_positions_come_first_in_multimodal_ones():
     positions = torch.stack([torch.arange(9)[None] + 5, *(torch.randint(0, 50, (1, 9)) for _ in range(3))])
     drawn = []
     for given in (positions, positions.flip(0)):
-        generator = build(target, draft, do_sample=True)
+        generator = OneText(build(target, draft, do_sample=True))
         generator.add_context(states, 8, {"position_ids": given})
-        drawn.append(propose(generator, text).draft_logits[:, 0])
+        drawn.append(generator.propose(text).draft_logits[:, 0])
     expected = uncached_chain(target, draft, text, 1).draft_logits[:, 0]
     assert_close(drawn[0], expected)
     assert_differs(drawn[1], expected)
@@ -155,9 +169,11 @@ def test_chat_cache_is_continued():
 def test_drafts_leave_room_for_the_bonus_token(room, expected):
     target, draft = tiny_target(), random_eagle3()
     text = random_prompt(6)
-    for generator, limits in ((build(target, draft, max_length=6 + room), None), (build(target, draft), [room])):
+    of_call, own = OneText(build(target, draft, max_length=6 + room)), OneText(build(target, draft))
+    own.request.max_length = 6 + room
+    for generator in (of_call, own):
         generator.add_context(hidden_states(target, text[:, :-1]), 5, {})
-        (proposal,) = generator.propose([text], limits)
+        proposal = generator.propose(text)
         assert proposal.token_ids.shape == (1, expected)
         assert proposal.drafted == (expected > 0)
 
@@ -171,20 +187,20 @@ def test_nothing_is_sent_after_an_eos():
     for eos, expected in (([chain[0]], 1), ([chain[2], 90], 1 + chain.index(chain[2])), ([95], 4)):
         config = GenerationConfig(do_sample=False, max_length=512)
         config._eos_token_tensor = torch.tensor(eos)
-        generator = Eagle3CandidateGenerator(target, draft, config)
+        generator = OneText(Eagle3CandidateGenerator(target, draft, config))
         generator.add_context(hidden_states(target, text[:, :-1]), 8, {})
-        assert propose(generator, text).token_ids[0].tolist() == chain[:expected]
+        assert generator.propose(text).token_ids[0].tolist() == chain[:expected]
 
 
 @torch.no_grad()
 def test_a_constraint_outside_a_reduced_vocabulary_ends_the_drafts():
     target, draft = tiny_target(), random_eagle3(draft_vocab_size=48)
     text = random_prompt(9)
-    generator = build(target, draft, [SuppressTokensLogitsProcessor(draft.draft_token_ids().tolist())])
+    generator = OneText(build(target, draft, [SuppressTokensLogitsProcessor(draft.draft_token_ids().tolist())]))
     generator.add_context(hidden_states(target, text[:, :-1]), 8, {})
-    proposal = propose(generator, text)
+    proposal = generator.propose(text)
     assert (proposal.token_ids.shape, proposal.draft_logits) == ((1, 0), None)
-    assert generator._cache.get_seq_length() == 8
+    assert generator.drafter._cache.get_seq_length() == 8
 
 
 # Knobs
@@ -250,10 +266,10 @@ def test_batches_are_refused_before_anything_runs(monkeypatch):
 
 def test_generator_holds_one_request():
     generator = build(tiny_target(), random_eagle3())
-    generator.add_requests([])
+    request = generator._stock_request(random_prompt(4))
     generator.keep_requests([])
     with pytest.raises(NotImplementedError, match="got 2 rows"):
-        generator.add_requests([LogitsProcessorList()])
+        generator.add_requests([request])
 
 
 # The rest of the interface

@@ -3,6 +3,7 @@
 
 import copy
 import math
+import pickle
 import threading
 
 import pytest
@@ -12,13 +13,11 @@ from torch import nn
 from dspark_hf.decoding.packed_attention import (
     MOST_FOLDED_QUERIES,
     PACKED_ATTENTION,
-    PackedPass,
-    attention_packed,
+    PackedAttention,
     check_layers,
-    own_attention,
     packed_attention,
-    packed_pass,
 )
+from dspark_hf.decoding.packed_pass import PackedPass, packed_pass
 from tests.support.closeness import assert_close, assert_differs
 from tests.support.models import random_prompt, tiny_target
 
@@ -54,10 +53,10 @@ def test_masks():
 
 
 @pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("counts", [[1, 4, 2], [3, 1, MOST_FOLDED_QUERIES + 5]])
+@pytest.mark.parametrize("counts", [[1, 4, 2], [3, 1, MOST_FOLDED_QUERIES + 5], [5, MOST_FOLDED_QUERIES + 1, 1]])
 def test_attention_of_each_text_is_its_own(counts, window):
     generator = torch.Generator().manual_seed(0)
-    starts, heads, kv_heads, width, capacity = [6, 0, 3], 4, 2, 8, 40
+    starts, heads, kv_heads, width, capacity = [6, 0, 3], 4, 2, 8, 80
     keys, values = torch.randn(2, 3, kv_heads, capacity, width, generator=generator)
     query = torch.randn(1, heads, sum(counts), width, generator=generator)
     with packed_pass(PackedPass([0, 1, 2], starts, counts, CPU)):
@@ -121,8 +120,8 @@ def test_parts_get_their_own_implementations_back():
     target = tiny_target()
     target.model.config = copy.copy(target.config)
     target.model.config._attn_implementation_internal = "eager"
-    with attention_packed(target):
-        assert own_attention(target) == "sdpa"
+    with PackedAttention(target):
+        assert PackedAttention(target).own_implementation == "sdpa"
     assert (target.config._attn_implementation, target.model.config._attn_implementation) == ("sdpa", "eager")
 
 
@@ -137,7 +136,7 @@ def test_ordinary_calls_keep_their_mask_meanwhile():
     target, ids = tiny_target(), random_prompt(9)
     with torch.no_grad():
         expected = target(ids).logits
-        with attention_packed(target):
+        with PackedAttention(target):
             assert target.config._attn_implementation == PACKED_ATTENTION
             assert_close(target(ids).logits, expected)
 
@@ -148,18 +147,42 @@ def test_the_last_user_puts_the_own_implementation_back():
     inside, leave = threading.Event(), threading.Event()
 
     def other():
-        with attention_packed(target):
+        with PackedAttention(target):
             inside.set()
             leave.wait(20)
 
     thread = threading.Thread(target=other)
-    with attention_packed(target):
+    with PackedAttention(target):
         thread.start()
         assert inside.wait(20)
     assert target.config._attn_implementation == PACKED_ATTENTION
     leave.set()
     thread.join(20)
     assert target.config._attn_implementation == "eager"
+
+
+def test_a_copy_of_a_target_has_no_users():
+    """The state lies with the target, so that a copy and a saved one must do without its lock."""
+    target = tiny_target()
+    with PackedAttention(target):
+        copies = [copy.deepcopy(target), pickle.loads(pickle.dumps(target))]
+    for copied in copies:
+        copied.set_attn_implementation("eager")
+        with PackedAttention(copied):
+            assert copied.config._attn_implementation == PACKED_ATTENTION
+        assert copied.config._attn_implementation == "eager"
+    assert target.config._attn_implementation == "sdpa"
+
+
+def test_a_target_that_failed_to_switch_can_be_used_again(monkeypatch):
+    target = tiny_target()
+    monkeypatch.setattr(type(target), "_supports_attention_backend", False)
+    with pytest.raises(NotImplementedError), PackedAttention(target):
+        raise AssertionError
+    monkeypatch.undo()
+    with PackedAttention(target):
+        assert target.config._attn_implementation == PACKED_ATTENTION
+    assert target.config._attn_implementation == "sdpa"
 
 
 def test_targets_whose_attention_is_their_own_are_refused():
@@ -169,7 +192,7 @@ def test_targets_whose_attention_is_their_own_are_refused():
     target = tiny_target()
     target.__class__ = Stubborn
     refusal = pytest.raises(NotImplementedError, match=r"which Stubborn does not allow .+ one row at a time")
-    with refusal, attention_packed(target):
+    with refusal, PackedAttention(target):
         raise AssertionError
     assert target.config._attn_implementation == "sdpa"
 

@@ -13,7 +13,7 @@ from dspark_hf.decoding.verification import (
     logits_to_probs,
     select_bonus,
     select_token,
-    verify_block,
+    verify_blocks,
 )
 from tests.support.closeness import assert_close
 
@@ -40,7 +40,7 @@ def multinomial_weights(monkeypatch):
     """Records what tokens are drawn from; the draw itself takes the first token that is possible."""
     weights = []
 
-    def first_possible(probabilities, num_samples):
+    def first_possible(probabilities, num_samples, generator=None):
         weights.append(probabilities / probabilities.sum(-1, keepdim=True))
         return (probabilities > 0).long().argmax(-1, keepdim=True)
 
@@ -152,37 +152,63 @@ def test_greedy_bonus_is_the_argmax_even_with_draft_logits():
 )
 def test_greedy_block(drafts, num_accepted, bonus):
     """The target's choices are 2, 0, 1, 2: a wrong draft ends the block, right ones after it do not count."""
-    target = torch.nn.functional.one_hot(torch.tensor([[2, 0, 1, 2]]), 3).float()
-    result = verify_block(torch.tensor([drafts]), target, None, do_sample=False)
+    target = torch.nn.functional.one_hot(torch.tensor([2, 0, 1, 2]), 3).float()
+    result = verify_blocks(torch.tensor(drafts), target, None, [3], do_sample=False)
     assert isinstance(result, VerificationResult)
     assert (result.num_accepted.tolist(), result.bonus_token.tolist()) == ([num_accepted], [bonus])
 
 
 def test_greedy_block_does_not_read_draft_logits():
-    target = torch.nn.functional.one_hot(torch.tensor([[2, 0]]), 3).float()
-    result = verify_block(torch.tensor([[2]]), target, torch.full((1, 1, 3), math.nan), do_sample=False)
+    target = torch.nn.functional.one_hot(torch.tensor([2, 0]), 3).float()
+    result = verify_blocks(torch.tensor([2]), target, torch.full((1, 3), math.nan), [1], do_sample=False)
     assert (int(result.num_accepted), int(result.bonus_token)) == (1, 0)
 
 
 def test_sampled_block(draws, multinomial_weights):
     """Ratios 1, 0.6, 1: the second draft is rejected at 0.8, the third does not count, the bonus is row 1's."""
     draws(0.8)
-    target = torch.stack([log(0.7, 0.3), log(0.7, 0.3), log(0.9, 0.1), log(0.5, 0.5)])[None]
-    draft = torch.stack([log(0.5, 0.5), log(0.5, 0.5), log(0.6, 0.4)])[None]
-    result = verify_block(torch.tensor([[0, 1, 0]]), target, draft, do_sample=True)
+    target = torch.stack([log(0.7, 0.3), log(0.7, 0.3), log(0.9, 0.1), log(0.5, 0.5)])
+    draft = torch.stack([log(0.5, 0.5), log(0.5, 0.5), log(0.6, 0.4)])
+    result = verify_blocks(torch.tensor([0, 1, 0]), target, draft, [3], do_sample=True)
     assert (int(result.num_accepted), int(result.bonus_token)) == (1, 0)
     assert_close(multinomial_weights[0], torch.tensor([[1.0, 0.0]]))
 
 
 def test_sampled_block_that_is_accepted_ends_with_the_last_row(draws, multinomial_weights):
     draws(0.1)
-    target = torch.stack([log(0.7, 0.3), log(0.0, 1.0)])[None]
-    result = verify_block(torch.tensor([[0]]), target, log(0.5, 0.5)[None, None], do_sample=True)
+    target = torch.stack([log(0.7, 0.3), log(0.0, 1.0)])
+    result = verify_blocks(torch.tensor([0]), target, log(0.5, 0.5)[None], [1], do_sample=True)
     assert (int(result.num_accepted), int(result.bonus_token)) == (1, 1)
     assert_close(multinomial_weights[0], torch.tensor([[0.0, 1.0]]))
 
 
-@pytest.mark.parametrize("do_sample", [True, False])
-def test_block_without_drafts_is_a_plain_step(do_sample):
-    result = verify_block(torch.zeros(1, 0, dtype=torch.long), log(0.0, 1.0)[None, None], None, do_sample)
-    assert (result.num_accepted.tolist(), result.bonus_token.tolist()) == ([0], [1])
+def test_greedy_blocks_of_several_requests():
+    """Blocks of 2, 0, 3 and 1 drafts; the target's choices are 1 0 2, 2, 0 1 1 2 and 1 1."""
+    target = torch.nn.functional.one_hot(torch.tensor([1, 0, 2, 2, 0, 1, 1, 2, 1, 1]), 3).float()
+    result = verify_blocks(torch.tensor([1, 0, 0, 2, 1, 0]), target, None, [2, 0, 3, 1], do_sample=False)
+    assert result.num_accepted.tolist() == [2, 0, 1, 0]
+    assert result.bonus_token.tolist() == [2, 2, 1, 1]
+
+
+def test_sampled_blocks_of_several_requests(draws, multinomial_weights):
+    """Each row is verified by its own p and q: the second request has no drafts, all of the third are accepted.
+
+    First: 0.6 at draw 0.7 is rejected, the bonus comes from p - q = (0.2, -0.2). Third: 0.4 / 0.5 at draw 0.1, then p.
+    Fourth: 1, then 0.25 at draw 0.9, p - q = (0.3, -0.3).
+    """
+    draws(0.7, 0.1, 0.3, 0.9)
+    none = log(0.5, 0.5)
+    p = [log(0.7, 0.3), none, log(0.25, 0.75), log(0.6, 0.4), log(0.8, 0.2), log(0.5, 0.5), log(0.9, 0.1), none]
+    q = [log(0.5, 0.5), log(0.5, 0.5), log(0.5, 0.5), log(0.6, 0.4)]
+    result = verify_blocks(torch.tensor([1, 1, 0, 1]), torch.stack(p), torch.stack(q), [1, 0, 1, 2], do_sample=True)
+    assert result.num_accepted.tolist() == [0, 0, 1, 1]
+    (weights,) = multinomial_weights
+    assert_close(weights, torch.tensor([[1.0, 0.0], [0.25, 0.75], [0.8, 0.2], [1.0, 0.0]]))
+
+
+def test_bad_numbers_of_one_request_stay_out_of_the_others(draws, multinomial_weights):
+    """Where no draft was rejected, whatever row of q stands there is not read."""
+    draws(0.0)
+    p = torch.stack([log(0.25, 0.75), log(0.5, 0.5), log(0.5, 0.5)])
+    verify_blocks(torch.tensor([1]), p, torch.tensor([[math.nan, math.nan]]), [0, 1], do_sample=True)
+    assert_close(multinomial_weights[0][0], torch.tensor([0.25, 0.75]))

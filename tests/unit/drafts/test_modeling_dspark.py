@@ -13,6 +13,7 @@ from dspark_hf import DSparkConfig, DSparkDraftModel
 from dspark_hf.drafts.draft_cache import DraftCache
 from dspark_hf.drafts.modeling_dspark import DSparkAttention, apply_rope
 from tests.support.closeness import assert_close, assert_differs, tolerance_of
+from tests.support.eagle3 import random_eagle3
 from tests.support.models import oracle_draft, random_draft, tiny_config, tiny_target
 
 
@@ -287,3 +288,12 @@ def test_oracle_agrees_with_its_target():
             bias, _ = head(head.markov_w1(ids), torch.zeros(97, 32), head.initial_state(torch.zeros(97, 32)))
             expected = target(ids[:, None]).logits[:, -1].argmax(-1)
         assert (bias.argmax(-1) == expected).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("make", [random_draft, random_eagle3])
+def test_own_head_is_the_last_parameter(make):
+    """Saved optimizer states number the parameters, so a head moved forward would get the state of another one."""
+    names = [name for name, _ in make(draft_vocab_size=48).named_parameters()]
+    assert names[0] == "fc.weight"
+    assert names[-1] == "lm_head.weight"
+    assert names[:-1] == [name for name, _ in make().named_parameters()]

@@ -23,8 +23,8 @@ from dspark_hf.drafts.target_structure import (
     value_over_layers,
 )
 from dspark_hf.profiling.fingerprint import fingerprint
-from dspark_hf.training.answer_engine import RowGenerator, RowRequest, SamplingSettings
 from dspark_hf.training.dataset import target_features
+from dspark_hf.training.sampling import SamplingSettings, sample_answers
 from tests.support.models import VOCAB_SIZE, random_draft, random_prompt, tiny_target
 
 
@@ -125,6 +125,8 @@ def test_geometry_under_every_name(name):
         ("GPTNeoX", {"layer_norm_eps": 3e-5, "max_position_embeddings": 100}, 3e-5, 100),
         ("Cohere2Moe", {"layer_norm_eps": 3e-5, "max_position_embeddings": 100}, 3e-5, 100),
         ("Bloom", {"layer_norm_epsilon": 3e-5}, 3e-5, None),
+        ("Bloom", {"layer_norm_epsilon": 3e-5, "seq_length": 100}, 3e-5, None),
+        ("Bloom", {"layer_norm_epsilon": 3e-5, "max_target_positions": 100}, 3e-5, 100),
         ("OPT", {"max_position_embeddings": 100}, None, 100),
     ],
 )
@@ -410,13 +412,12 @@ def test_new_drafts_run(name):
 
 @pytest.mark.parametrize("name", ["lora", "lora_causal", "qwen2_5_vl", "mllama", "gemma3", "gpt2", "opt", "gemma4"])
 def test_answers_by_rows_are_those_of_generate(name):
-    """Prompts go through the backbone alone."""
     torch.manual_seed(0)
     target = TARGETS[name]().eval()
     prompts = [random_prompt(length, seed=length) for length in (5, 9, 7)]
     settings = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
     expected = [target.generate(input_ids=ids, **settings)[0, ids.shape[1] :].tolist() for ids in prompts]
-    generator = RowGenerator(target, SamplingSettings(max_new_tokens=6, temperature=0), frozenset(), num_rows=2)
-    requests = [RowRequest(index, tuple(ids[0].tolist())) for index, ids in enumerate(prompts)]
-    answers = {answer.key: list(answer.token_ids) for answer in generator.run(requests)}
+    sampling = SamplingSettings(max_new_tokens=6, temperature=0)
+    numbered = [(index, ids[0].tolist()) for index, ids in enumerate(prompts)]
+    answers = {own.key: list(own.token_ids) for own in sample_answers(target, numbered, sampling, frozenset(), 2)}
     assert [answers[index] for index in range(3)] == expected

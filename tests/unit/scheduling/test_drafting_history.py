@@ -197,7 +197,7 @@ def test_best_fixed_length_by_hand():
 def decisions(gate: DraftingGate, rounds: int, look: RoundOutlook, num_accepted: int = 0, num_drafts: int = 2):
     drafted = []
     for _ in range(rounds):
-        drafted.append(gate.opens(look))
+        drafted.append(gate.should_draft(look))
         if drafted[-1]:
             gate.observe([record(num_accepted, num_drafts)], look.curve)
     return drafted
@@ -225,7 +225,7 @@ def test_chance_does_not_close_the_gate():
     """Half of the rounds bring 1 token and half bring 2, in 1.3 plain steps."""
     rng, gate, closed = random.Random(0), DraftingGate(), 0
     for _ in range(400):
-        if gate.opens(outlook(0.5, 0.1)):
+        if gate.should_draft(outlook(0.5, 0.1)):
             gate.observe([record(rng.randint(0, 1), 1)], SPSCurve.linear(0.1, 0.2))
         else:
             closed += 1
@@ -247,7 +247,7 @@ def test_the_gate_knows_no_clock():
     chosen = [[], []]
     for num_accepted in outcomes:
         for gate, look, seen in zip(gates, (slow, same), chosen, strict=True):
-            seen.append(gate.opens(look))
+            seen.append(gate.should_draft(look))
             if seen[-1]:
                 gate.observe([record(num_accepted, 2)], look.curve)
     assert chosen[0] == chosen[1]
@@ -261,12 +261,12 @@ def test_a_batch_is_judged_by_the_tokens_of_all():
     records = [record(2, 2), record(0, 2)]
     gate = DraftingGate()
     for _ in range(40):
-        assert gate.opens(look, 2)
+        assert gate.should_draft(look, 2)
         gate.observe(records, curve)
     gate = DraftingGate()
     seen = []
     for _ in range(40):
-        seen.append(gate.opens(look, 2))
+        seen.append(gate.should_draft(look, 2))
         gate.observe([records[1], records[1]], curve)
     assert not all(seen)
 

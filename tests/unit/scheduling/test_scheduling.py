@@ -21,10 +21,10 @@ from dspark_hf.scheduling import (
     Scheduler,
     SPSCurve,
     ThresholdScheduler,
-    kept_pace,
+    batch_speedup_share,
     mean_survival,
     prefix_survival,
-    token_weights,
+    request_weights,
 )
 from tests.support.closeness import assert_close
 
@@ -386,41 +386,46 @@ def test_lookahead_bears_any_past(expected):
 
 def test_a_token_is_worth_the_rounds_that_it_saves():
     flat = SPSCurve((1, 2), (1.0, 1.0))
-    assert token_weights(flat, [1.7], [9]) == (1.0,)
-    assert token_weights(flat, [2.0, 2.0]) == token_weights(flat, [2.0, 2.0], [7, 7]) == (1.0, 1.0)
-    assert token_weights(flat, [1.0, 2.0]) == pytest.approx((1.5, 0.75))
+    assert request_weights(flat, [1.7], [9]) == (1.0,)
+    assert request_weights(flat, [2.0, 2.0]) == request_weights(flat, [2.0, 2.0], [7, 7]) == (1.0, 1.0)
+    assert request_weights(flat, [1.0, 2.0]) == pytest.approx((1.5, 0.75))
 
 
 def test_the_time_that_all_rounds_have_is_saved_by_the_slowest_text_alone():
     """Eight rounds ahead against four, and 16 against one to the fourth power: 32 / 17 and 2 / 17 of the mean."""
     flat = SPSCurve((1, 2), (1.0, 1.0))
-    assert token_weights(flat, [2.0, 2.0], [16, 8]) == pytest.approx((32 / 17, 2 / 17))
-    assert token_weights(flat, [1.0, 2.0], [8, 8]) == pytest.approx((1.5 * 32 / 17, 0.75 * 2 / 17))
+    assert request_weights(flat, [2.0, 2.0], [16, 8]) == pytest.approx((32 / 17, 2 / 17))
+    assert request_weights(flat, [1.0, 2.0], [8, 8]) == pytest.approx((1.5 * 32 / 17, 0.75 * 2 / 17))
     # Rounds that cost twice as much with a second text: all of it leaves with a text that ends.
-    assert token_weights(SPSCurve((1, 2), (1.0, 2.0)), [2.0, 2.0], [16, 8]) == pytest.approx((1.0, 1.0))
+    assert request_weights(SPSCurve((1, 2), (1.0, 2.0)), [2.0, 2.0], [16, 8]) == pytest.approx((1.0, 1.0))
     # Drafting counts, too: 1 + 1 s alone, 2 + 2 s for two, so that a third of 3 s stays; shares are 2/3 + 1/3 * ...
     curve = SPSCurve((1, 2), (1.0, 1.0), draft_s=1.0, draft_request_s=1.0)
-    assert token_weights(curve, [2.0, 2.0], [16, 8]) == pytest.approx((2 / 3 + 32 / 51, 2 / 3 + 2 / 51))
+    assert request_weights(curve, [2.0, 2.0], [16, 8]) == pytest.approx((2 / 3 + 32 / 51, 2 / 3 + 2 / 51))
 
 
 def test_what_a_call_keeps_of_the_mean_pace():
     """Paces 1 and 3, 12 tokens each: 12 rounds instead of 12 in the part that all have, 8 instead of 12 in the own."""
     flat, own = SPSCurve((1, 2), (1.0, 1.0)), SPSCurve((1, 2), (1.0, 2.0))
-    assert kept_pace(flat, [1.0, 3.0], [12, 12]) == pytest.approx(1 / 2)
-    assert kept_pace(own, [1.0, 3.0], [12, 12]) == pytest.approx(12 / 8 / 2)
+    assert batch_speedup_share(flat, [1.0, 3.0], [12, 12]) == pytest.approx(1 / 2)
+    assert batch_speedup_share(own, [1.0, 3.0], [12, 12]) == pytest.approx(12 / 8 / 2)
     between = SPSCurve((1, 2), (1.0, 4 / 3))  # half of each
-    assert kept_pace(between, [1.0, 3.0], [12, 12]) == pytest.approx(12 / 10 / 2)
+    assert batch_speedup_share(between, [1.0, 3.0], [12, 12]) == pytest.approx(12 / 10 / 2)
     # The fast one has more to do: the call gains more than the mean, which is all that is counted.
-    assert kept_pace(flat, [1.0, 3.0], [12, 36]) == 1.0
+    assert batch_speedup_share(flat, [1.0, 3.0], [12, 36]) == 1.0
 
 
 def test_nothing_is_lost_where_none_holds_up_the_others():
     flat = SPSCurve((1, 2), (1.0, 1.0))
-    assert kept_pace(flat, [1.0, 3.0]) == kept_pace(flat, [1.2], [9]) == kept_pace(flat, [2.0, 2.0], [5, 9]) == 1.0
+    assert (
+        batch_speedup_share(flat, [1.0, 3.0])
+        == batch_speedup_share(flat, [1.2], [9])
+        == batch_speedup_share(flat, [2.0, 2.0], [5, 9])
+        == 1.0
+    )
 
 
 def test_a_text_that_is_about_to_end_has_a_weight():
-    weights = token_weights(SPSCurve((1, 2), (1.0, 1.0)), [1.0, 1.0], [0, 1])
+    weights = request_weights(SPSCurve((1, 2), (1.0, 1.0)), [1.0, 1.0], [0, 1])
     assert weights == pytest.approx((1.0, 1.0))
 
 

@@ -17,21 +17,14 @@ from dspark_hf.scheduling import (
     PrefixScheduler,
     RoundOutlook,
     SPSCurve,
-    ThresholdScheduler,
+    all_rules,
     mean_survival,
 )
 from dspark_hf.scheduling.simulation import LoadReport, full_blocks, replay
 from tests.support.closeness import assert_close
 
 
-POLICIES = {
-    "plain": lambda: None,
-    "fixed": lambda: FixedScheduler(3),
-    "threshold": lambda: ThresholdScheduler(0.5),
-    "algorithm_1": PrefixScheduler,
-    "capacity": CapacityScheduler,
-    "lookahead": LookaheadScheduler,
-}
+POLICIES = {"plain": lambda: None} | all_rules(num_slots=4)
 
 
 def record(num_accepted: int, confidence: tuple[float, ...], bonus_token: int | None = 9) -> RoundRecord:

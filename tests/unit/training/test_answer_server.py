@@ -8,9 +8,9 @@ import time
 import pytest
 
 from dspark_hf.training import answer_server
-from dspark_hf.training.answer_engine import SamplingSettings
 from dspark_hf.training.answers import PrepareSettings, PromptRow, write_answers_from_server
 from dspark_hf.training.dataset import encode_row
+from dspark_hf.training.sampling import SamplingSettings
 from tests.support.chat import CALL, THINKING, TOOL, TOOLS, assistant, byte_tokenizer, tool_result, user
 from tests.support.scripted import captured_log
 from tests.support.server import good, serving

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from dspark_hf.common.chat_tokens import encode_messages
-from dspark_hf.training.answer_engine import SamplingSettings
 from dspark_hf.training.answers import PrepareSettings, PromptRow, write_answers, write_self_prompts
 from dspark_hf.training.dataset import encode_row
 from dspark_hf.training.left_out import LeftOut
+from dspark_hf.training.sampling import SamplingSettings
 from tests.support.chat import CALL, TOOL, TOOLS, assistant, byte_tokenizer, tool_result, user
 from tests.support.models import tiny_target
 from tests.support.scripted import captured_log

@@ -10,8 +10,8 @@ import pytest
 from rich.progress import Progress
 
 from dspark_hf.training import prepare
-from dspark_hf.training.answer_engine import SamplingSettings
 from dspark_hf.training.prepare import PrepareJob
+from dspark_hf.training.sampling import SamplingSettings
 from tests.support.models import tiny_target
 from tests.support.scripted import captured_log
 from tests.support.training import word_tokenizer, words

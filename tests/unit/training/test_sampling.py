@@ -2,13 +2,18 @@
 """Answers written in rows are those of plain generation, whatever shares the batch with them."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
 from scipy.stats import chisquare
+from transformers import GenerationConfig, StoppingCriteriaList
 
-from dspark_hf.training.answer_engine import RowGenerator, RowRequest, SamplingSettings, sample_rows
+from dspark_hf.decoding.drafter import DraftProposal
+from dspark_hf.decoding.judging import judge
+from dspark_hf.decoding.request import Request
 from dspark_hf.training.dataset import target_features
+from dspark_hf.training.sampling import SamplingSettings, sample_answers
 from tests.losslessness.distributions import ALPHA
 from tests.support.closeness import assert_close
 from tests.support.models import random_prompt, tiny_target
@@ -18,8 +23,13 @@ GREEDY = SamplingSettings(max_new_tokens=12, temperature=0)
 LENGTHS = [9, 3, 1, 14, 1, 6, 2, 70, 5, 1, 8]
 
 
+class Prompt(NamedTuple):
+    key: int
+    ids: tuple[int, ...]
+
+
 def requests(lengths=LENGTHS):
-    return [RowRequest(i, tuple(random_prompt(n, seed=40 + i)[0].tolist())) for i, n in enumerate(lengths)]
+    return [Prompt(i, tuple(random_prompt(n, seed=40 + i)[0].tolist())) for i, n in enumerate(lengths)]
 
 
 _PLAIN = {}
@@ -27,17 +37,16 @@ _PLAIN = {}
 
 def plain_answer(target, request):
     """What plain generation says; generated once, since every test asks for the same prompts."""
-    key = (target, request.prompt_ids)
+    key = (target, request.ids)
     if key not in _PLAIN:
-        prompt = torch.tensor([request.prompt_ids])
+        prompt = torch.tensor([request.ids])
         output = target.generate(prompt, do_sample=False, max_new_tokens=12)
         _PLAIN[key] = output[0, prompt.shape[1] :].tolist()
     return _PLAIN[key]
 
 
 def answers(target, wanted, num_rows, eos=(), settings=GREEDY):
-    engine = RowGenerator(target, settings, frozenset(eos), num_rows)
-    return {answer.key: answer for answer in engine.run(iter(wanted))}
+    return {answer.key: answer for answer in sample_answers(target, iter(wanted), settings, frozenset(eos), num_rows)}
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
@@ -78,30 +87,22 @@ def test_answers_come_as_they_end(target):
     wanted = requests([4, 4, 4])
     plain = [plain_answer(target, request) for request in wanted]
     eos = next(token for token in plain[2] if token not in plain[0] + plain[1])
-    order = [answer.key for answer in RowGenerator(target, GREEDY, frozenset({eos}), 3).run(wanted)]
+    order = [answer.key for answer in sample_answers(target, wanted, GREEDY, frozenset({eos}), 3)]
     assert order[0] == 2
 
 
 def test_prompts_of_one_token(target):
     """Nothing to prefill: neither for fewer prompts than rows, nor for a row that held another prompt before."""
     for count, num_rows in ((2, 4), (6, 4), (5, 1)):
-        wanted = [RowRequest(i, (10 + i,)) for i in range(count)]
+        wanted = [Prompt(i, (10 + i,)) for i in range(count)]
         found = answers(target, wanted, num_rows)
         assert [list(found[i].token_ids) for i in range(count)] == [plain_answer(target, r) for r in wanted]
 
 
 def test_one_token_prompt_after_a_long_one(target):
-    wanted = [RowRequest(0, requests()[7].prompt_ids), RowRequest(1, (10,))]
+    wanted = [Prompt(0, requests()[7].ids), Prompt(1, (10,))]
     found = answers(target, wanted, 1)
     assert list(found[1].token_ids) == plain_answer(target, wanted[1])
-
-
-def test_second_run_on_the_same_engine(target):
-    wanted = requests([6, 3, 8])
-    engine = RowGenerator(target, GREEDY, frozenset(), 4)
-    for _ in range(2):
-        found = {answer.key: list(answer.token_ids) for answer in engine.run(wanted)}
-        assert found == {request.key: plain_answer(target, request) for request in wanted}
 
 
 def test_no_requests(target):
@@ -116,10 +117,9 @@ def test_requests_are_taken_as_rows_get_free(target):
             taken.append(request.key)
             yield request
 
-    engine = RowGenerator(target, GREEDY, frozenset(), 3)
-    running = engine.run(stream())
+    running = sample_answers(target, stream(), GREEDY, frozenset(), 3)
     next(running)
-    assert len(taken) == 3
+    assert len(taken) == 4  # one of them is ahead
     assert sorted(answer.key for answer in running) == [key for key in range(9) if key != 0]
 
 
@@ -131,7 +131,7 @@ def test_target_is_left_as_it_was_found(implementation):
     target, ids = tiny_target(), random_prompt(12)
     target.set_attn_implementation(implementation)
     before = target_features(target, ids, [0, 2]).last_hidden_states
-    list(RowGenerator(target, GREEDY, frozenset(), 2).run(requests([3, 5])))
+    list(sample_answers(target, requests([3, 5]), GREEDY, frozenset(), 2))
     assert target.config._attn_implementation == implementation
     assert torch.equal(target_features(target, ids, [0, 2]).last_hidden_states, before)
     assert target.training is False
@@ -142,7 +142,7 @@ def test_target_attends_to_the_past_only_while_rows_are_written():
     target, ids = tiny_target(), random_prompt(12)
     before = target_features(target, ids, [0, 2]).last_hidden_states
     plain = target.generate(ids, do_sample=False, max_new_tokens=4)
-    for _ in RowGenerator(target, GREEDY, frozenset(), 2).run(requests([3, 5])):
+    for _ in sample_answers(target, requests([3, 5]), GREEDY, frozenset(), 2):
         during = target_features(target, ids, [0, 2]).last_hidden_states
         assert_close(during, before)
         assert torch.equal(target.generate(ids, do_sample=False, max_new_tokens=4), plain)
@@ -150,7 +150,7 @@ def test_target_attends_to_the_past_only_while_rows_are_written():
 
 def test_abandoned_run_leaves_the_target_as_it_was():
     target = tiny_target()
-    running = RowGenerator(target, GREEDY, frozenset(), 2).run(requests())
+    running = sample_answers(target, requests(), GREEDY, frozenset(), 2)
     next(running)
     running.close()
     assert target.config._attn_implementation == "sdpa"
@@ -169,7 +169,7 @@ def test_other_layers_are_refused():
     target = tiny_target()
     target.config.layer_types = ["full_attention", "linear_attention"] * 2
     with pytest.raises(NotImplementedError, match=r"full or sliding attention, .+ has \['linear_attention'\]"):
-        RowGenerator(target, GREEDY, frozenset(), 2)
+        next(sample_answers(target, requests(), GREEDY, frozenset(), 2))
 
 
 # Sampling
@@ -181,6 +181,15 @@ def test_same_seed_same_answers(target):
     )
     assert first == second
     assert first != other
+
+
+def drawn(logits, settings):
+    """The token that the loop draws from each row of logits."""
+    config = GenerationConfig(do_sample=settings.temperature > 0)
+    text, nothing = torch.tensor([[1]]), DraftProposal(torch.zeros(1, 0, dtype=torch.long))
+    rows = [Request(row, text, settings.processors, StoppingCriteriaList(), 9, config) for row in range(len(logits))]
+    verdicts = judge(rows, logits[None], [nothing] * len(rows), torch.Generator().manual_seed(0))
+    return torch.cat([verdict.new_ids for verdict in verdicts])[:, 0]
 
 
 @pytest.mark.parametrize(
@@ -199,20 +208,19 @@ def test_same_seed_same_answers(target):
 )
 def test_distribution_of_sampled_tokens(temperature, top_k, top_p, expected):
     """Tokens 3, 0, 2, 1 have probability 0.5, 0.25, 0.15, 0.1."""
-    logits = torch.tensor([0.25, 0.1, 0.15, 0.5]).log().expand(20000, -1)
-    settings = SamplingSettings(1, temperature, top_k, top_p)
-    tokens = sample_rows(logits, settings, torch.Generator().manual_seed(0))
+    logits = torch.tensor([0.25, 0.1, 0.15, 0.5]).log().expand(10000, -1)
+    tokens = drawn(logits, SamplingSettings(1, temperature, top_k, top_p))
     counts = torch.bincount(tokens, minlength=4)[[3, 0, 2, 1]].double()
     probs = torch.tensor(expected, dtype=torch.float64)
     probs /= probs.sum()
     assert not counts[probs == 0].any()
     if (probs > 0).sum() > 1:
-        assert chisquare(counts[probs > 0].numpy(), 20000 * probs[probs > 0].numpy()).pvalue > ALPHA
+        assert chisquare(counts[probs > 0].numpy(), 10000 * probs[probs > 0].numpy()).pvalue > ALPHA
 
 
 def test_rows_are_sampled_independently():
     logits = torch.tensor([[0.0, 0.0], [0.0, -100.0]]).repeat(5000, 1)
-    tokens = sample_rows(logits, SamplingSettings(1, 1.0, 2, 1.0), torch.Generator().manual_seed(0)).view(-1, 2)
+    tokens = drawn(logits, SamplingSettings(1, 1.0, 2, 1.0)).view(-1, 2)
     assert not tokens[:, 1].any()
     assert abs(tokens[:, 0].float().mean().item() - 0.5) < 5 * 0.5 / math.sqrt(5000)
 
@@ -226,8 +234,8 @@ def test_sampled_answers_have_the_targets_distribution():
     best = logits.topk(8)
     probs = torch.softmax(best.values.double() / 1.5, dim=-1)
     settings = SamplingSettings(1, 1.5, 8, 1.0)
-    engine = RowGenerator(target, settings, frozenset(), 64)
-    tokens = [answer.token_ids[0] for answer in engine.run(RowRequest(i, prompt) for i in range(3000))]
+    wanted = [Prompt(i, prompt) for i in range(3000)]
+    tokens = [answer.token_ids[0] for answer in sample_answers(target, wanted, settings, frozenset(), 64)]
     counts = torch.bincount(torch.tensor(tokens), minlength=logits.shape[0])[best.indices]
     assert counts.sum() == 3000
     assert chisquare(counts.numpy(), 3000 * probs.numpy()).pvalue > ALPHA
@@ -247,4 +255,4 @@ def test_settings_left_to_a_server_are_none_here():
     with pytest.raises(
         ValueError, match=r"need all sampling settings, got None for \['temperature', 'top_k', 'seed'\]"
     ):
-        RowGenerator(tiny_target(), settings, frozenset())
+        next(sample_answers(tiny_target(), requests(), settings, frozenset()))

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafters of every kind share: context, the way from drawn blocks to proposals, transformers' own protocol.
+
+Legend: R requests, c context tokens of one, k drafts, m captured layers, d hidden, V target vocabulary, D draft
+vocabulary (= V unless reduced).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation import CandidateGenerator
+
+from .._compat import hidden_states_of
+from ..drafts.modeling_dspark import DSparkDraftModel
+from ..drafts.modeling_eagle3 import Eagle3DraftModel
+from ..drafts.position_limits import position_limits
+from .drafter import CommittedContext, DraftProposal
+from .drafter_inputs import (
+    context_of_one,
+    drafts_within,
+    end_token_ids,
+    length_to_end,
+    num_prompt_tokens,
+    over_target_vocabulary,
+)
+from .drawing import BlockDrawer, DrawnBlocks, warn_not_finite
+from .request import Request
+
+
+class BaseDrafter(CandidateGenerator):
+    """Drafts for one `generate` call, driven by our loop or, through `CandidateGenerator`, by the stock one."""
+
+    requires_model_outputs = True
+    kind: str  # of the drafts, for messages
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        draft: DSparkDraftModel | Eagle3DraftModel,
+        generation_config: GenerationConfig,  # the call's prepared config (`do_sample`, `max_length`, EOS)
+        logits_processor: LogitsProcessorList | None = None,  # the call's, for the stock loop, which has no requests
+    ):
+        self.draft = draft
+        self._target_name = type(target).__name__
+        self.binding = draft.bind_target(target)
+        self.do_sample = bool(generation_config.do_sample)
+        self._generation_config, self._processors = generation_config, logits_processor or LogitsProcessorList()
+        self._own_request: Request | None = None
+        layers = generation_config.output_hidden_states or hidden_states_of(draft.config.target_layer_ids)
+        self.model_kwargs_overrides = {"output_hidden_states": layers}
+        self._draft_token_ids = draft.draft_token_ids()
+        self._end_ids = end_token_ids(generation_config)
+        self._position_limits = position_limits(target)
+
+    def _num_cached(self) -> int:
+        """Context tokens of the first request that the draft has read."""
+        raise NotImplementedError
+
+    # Context
+
+    def check_hidden_states(self, hidden_states: tuple[torch.Tensor, ...] | None) -> None:
+        """Reject a target that does not return the hidden states the draft reads."""
+        layer_ids, width, target = self.draft.config.target_layer_ids, self.draft.config.hidden_size, self._target_name
+        known = hidden_states or ()
+        captured = [known[i + 1] if i + 1 < len(known) else None for i in layer_ids]
+        if any(states is None for states in captured):
+            returned = f"those of {len(known) - 1} layers" if known else "none"
+            raise ValueError(
+                f"{target} returned no hidden states for `target_layer_ids` {list(layer_ids)}, which {self.kind} "
+                f"drafts need, but {returned}. Its forward must honour `output_hidden_states`, one entry for each "
+                "layer of its config."
+            )
+        for states in captured:
+            if states.ndim != 3 or states.shape[-1] != width:
+                raise ValueError(
+                    f"{target} returned hidden states of {states.ndim} dimensions and shape {tuple(states.shape)}, "
+                    f"and {self.kind} drafts read (1, tokens, {width}). This target cannot have one."
+                )
+
+    def read(self, requests: Sequence[Request], context: CommittedContext) -> None:
+        """Read the target's hidden states of the tokens just committed, the new anchors excluded."""
+        draft, num_tokens = self.draft, max(span.rows.stop for span in context.spans)
+        layers = [context.hidden_states[i + 1][:, :num_tokens] for i in draft.config.target_layer_ids]
+        captured = torch.cat([states.to(draft.device, draft.dtype) for states in layers], dim=-1)  # [1, N, m * d]
+        for span in context.spans:
+            state, states = requests[span.request].drafting, captured[:, span.rows]
+            positions, state.anchor_position = span.positions.to(draft.device).split([states.shape[1], 1], dim=1)
+            if span.keep is not None:
+                keep = span.keep.to(draft.device)
+                states, positions = states[:, keep], positions[:, keep]
+            state.context.append(states)
+            state.positions.append(positions)
+
+    def add_context(
+        self,
+        request: Request,
+        hidden_states: tuple[torch.Tensor, ...],  # the target's, indexed by layer; each [1, >= num_tokens, d]
+        num_tokens: int,  # leading rows to take: the whole prompt at first, then `num_accepted + 1`
+        model_kwargs: dict[str, Any],  # the loop's, grown to the anchor: `position_ids`, `attention_mask`
+    ) -> None:
+        """[`read`] after a pass over the only request, as the stock loop runs it."""
+        state = request.drafting
+        num_before, is_prompt = self._num_cached() + state.num_waiting, state.anchor_position is None
+        self.read([request], context_of_one(hidden_states, num_tokens, model_kwargs, num_before, is_prompt))
+
+    # Proposals
+
+    def add_requests(self, requests: Sequence[Request]) -> None:
+        """Take in requests after the present ones."""
+        raise NotImplementedError
+
+    def propose(self, requests: Sequence[Request], others_wait: bool = False) -> list[DraftProposal]:
+        """Draft after each text; see [`Drafter`]."""
+        raise NotImplementedError
+
+    def _slots(self, requests: Sequence[Request], most: int) -> list[int]:
+        """Drafts that each request may make in this round, at most `most`; none while it pauses."""
+        slots = []
+        for request in requests:
+            # The target adds one token itself, so a draft at the last free position could never be kept.
+            wanted, state = max(0, min(most, request.num_left - 1)), request.drafting
+            allowed = drafts_within(self._position_limits, wanted, request.input_ids, state.anchor_position)
+            slots.append(allowed if allowed and state.pause.passes() else 0)
+        return slots
+
+    def _drawer(self, requests: Sequence[Request], texts: Sequence[torch.Tensor], slots: Sequence[int]) -> BlockDrawer:
+        processors, vocab_size = [request.drafting.processors for request in requests], self.draft.config.vocab_size
+        return BlockDrawer(texts, processors, slots, self.do_sample, vocab_size, self._draft_token_ids)
+
+    def _until_end(self, drawn: DrawnBlocks, lengths: Sequence[int]) -> list[int]:
+        """Blocks end with the text."""
+        if not self._end_ids:
+            return list(lengths)
+        blocks = zip(drawn.token_ids.tolist(), lengths, strict=True)
+        return [length_to_end(ids[:length], self._end_ids) for ids, length in blocks]
+
+    def _note_failures(
+        self, requests: Sequence[Request], drawn: DrawnBlocks, slots: Sequence[int], has_failed: Sequence[bool]
+    ) -> None:
+        """Pause requests whose logits are not finite from the first slot on, or which have failed otherwise."""
+        if any(drawn.overflowed):
+            warn_not_finite(self.draft, "logits")
+        blocks = zip(requests, slots, drawn.overflowed, drawn.lengths, has_failed, strict=True)
+        for request, num_slots, overflowed, length, failed in blocks:
+            if num_slots:
+                request.drafting.pause.observe(failed or (overflowed and length == 0))
+
+    def _proposal(
+        self,
+        text: torch.Tensor,  # [1, s]
+        drawn: DrawnBlocks,
+        row: int,
+        length: int,
+        confidence: tuple[float, ...] = (),
+        drafted: bool = True,
+    ) -> DraftProposal:
+        """The first drafts of a request, on the device of its text."""
+        block, q = (slice(row, row + 1), slice(length)), None
+        if drawn.draft_logits is not None:
+            vocab_size = self.draft.config.vocab_size
+            q = over_target_vocabulary(drawn.draft_logits[block], self._draft_token_ids, vocab_size).to(text.device)
+        return DraftProposal(drawn.token_ids[block].to(text.device), q, confidence, drafted)
+
+    # transformers' protocol
+
+    def get_candidates(
+        self,
+        input_ids: torch.LongTensor,  # [1, s]
+        model_kwargs: dict[str, Any],
+        model_outputs: Any,  # outputs of the target's last forward; None at first
+        is_first_iteration: bool,
+        n_last_matches: int,
+        **_: Any,
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:  # ids [1, s + k] and logits [1, k, V], or None when greedy
+        """transformers' protocol: the text with drafts appended, and the drafts' logits."""
+        if is_first_iteration:
+            return input_ids, None
+        hidden_states = model_outputs.hidden_states
+        self.check_hidden_states(hidden_states)
+        request = self._stock_request(input_ids)
+        is_prompt = request.drafting.anchor_position is None
+        num_tokens = num_prompt_tokens(hidden_states) if is_prompt else int(n_last_matches) + 1
+        self.add_context(request, hidden_states, num_tokens, model_kwargs)
+        (proposal,) = self.propose([request])
+        logits = proposal.draft_logits if proposal.token_ids.shape[1] else None
+        return torch.cat([input_ids, proposal.token_ids], dim=1), logits
+
+    def _stock_request(self, input_ids: torch.Tensor) -> Request:
+        """The one text of the stock loop, as a request."""
+        if self._own_request is None:
+            config, criteria = self._generation_config, StoppingCriteriaList()
+            self._own_request = Request(0, input_ids, self._processors, criteria, config.max_length, config)
+            self.add_requests([self._own_request])
+        self._own_request.input_ids = input_ids
+        return self._own_request
+
+    def update_candidate_strategy(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
+    ) -> None:
+        """transformers' protocol; the stock loop does not time its rounds, so nothing is learned from it."""
