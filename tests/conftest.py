@@ -3,6 +3,7 @@
 
 import logging
 import os
+import os
 import sys
 
 
@@ -45,6 +46,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    os.environ["COLUMNS"] = "200"  # no line of a command's output is wrapped, however long a path is
     torch.set_num_threads(config.getoption("--threads"))
     if config.getoption("--run-slow") and config.option.markexpr == SLOW_MARK:
         config.option.markexpr = GPU_MARK
