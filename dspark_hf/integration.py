@@ -32,6 +32,7 @@ from .profiling.automatic import profile_for
 logger = logging.get_logger("transformers.dspark_hf.integration")
 
 _originals: dict[str, Callable] = {}
+_MARK = "_dspark_hf"  # attribute of our wrappers
 
 
 def enable() -> None:
@@ -42,7 +43,7 @@ def enable() -> None:
         original = getattr(GenerationMixin, name)
         _originals[name] = original
         wrapper = functools.wraps(original)(wrap(original))
-        wrapper._dspark_hf = True
+        setattr(wrapper, _MARK, True)
         setattr(GenerationMixin, name, wrapper)
 
 
@@ -52,7 +53,7 @@ def disable() -> None:
     A method that another package wrapped after us stays wrapped by it; our part in it hands every call on.
     """
     for name, original in _originals.items():
-        if getattr(getattr(GenerationMixin, name), "_dspark_hf", False):
+        if getattr(getattr(GenerationMixin, name), _MARK, False):
             setattr(GenerationMixin, name, original)
     _originals.clear()
 

@@ -78,7 +78,7 @@ def user_turn(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tu
     if not mark:
         raise ValueError("The chat template ignores a user's turn. Use another template, or pass prompts in a file.")
     end = _turn_end(tokenizer, tail, generation_end_ids(target))
-    return head, end_token_ids(target, tokenizer) | ({end} - {None})
+    return head, end_token_ids(target, tokenizer) | (set() if end is None else {end})
 
 
 def _answer_end(chat: Chat, messages: Sequence[dict[str, Any]], next_role: str, stops: Collection[int]) -> int | None:

@@ -67,7 +67,7 @@ def _read_turn(turn: Any, number: int) -> dict[str, Any]:
     calls = said.get("tool_calls", [])
     if not isinstance(calls, (list, tuple)) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"`tool_calls` of turn {number} must be a list of JSON objects, got {shortened(calls)}.")
-    if turn["role"] in ("user", "assistant") and not content.strip() and not said:
+    if turn["role"] in ("user", "assistant") and not (content or "").strip() and not said:
         raise ValueError(f"`content` of turn {number} must not be blank, got {content!r}.")
     named = {name: turn[name] for name in ("name", "tool_call_id") if turn.get(name)}
     return {"role": turn["role"], "content": content} | said | named

@@ -62,19 +62,19 @@ class BaseDrafter(CandidateGenerator):
 
     # Context
 
-    def check_hidden_states(self, hidden_states: tuple[torch.Tensor, ...] | None) -> None:
+    def check_hidden_states(self, hidden_states: tuple[torch.Tensor | None, ...]) -> None:
         """Reject a target that does not return the hidden states the draft reads."""
         layer_ids, width, target = self.draft.config.target_layer_ids, self.draft.config.hidden_size, self._target_name
-        known = hidden_states or ()
-        captured = [known[i + 1] if i + 1 < len(known) else None for i in layer_ids]
-        if any(states is None for states in captured):
-            returned = f"those of {len(known) - 1} layers" if known else "none"
+        captured = [hidden_states[i + 1] for i in layer_ids if i + 1 < len(hidden_states)]
+        found = [states for states in captured if states is not None]
+        if len(found) < len(layer_ids):
+            returned = f"those of {len(hidden_states) - 1} layers" if hidden_states else "none"
             raise ValueError(
                 f"{target} returned no hidden states for `target_layer_ids` {list(layer_ids)}, which {self.kind} "
                 f"drafts need, but {returned}. Its forward must honour `output_hidden_states`, one entry for each "
                 "layer of its config."
             )
-        for states in captured:
+        for states in found:
             if states.ndim != 3 or states.shape[-1] != width:
                 raise ValueError(
                     f"{target} returned hidden states of {states.ndim} dimensions and shape {tuple(states.shape)}, "
@@ -98,7 +98,7 @@ class BaseDrafter(CandidateGenerator):
     def add_context(
         self,
         request: Request,
-        hidden_states: tuple[torch.Tensor, ...],  # the target's, indexed by layer; each [1, >= num_tokens, d]
+        hidden_states: tuple[torch.Tensor | None, ...],  # the target's, indexed by layer; each [1, >= num_tokens, d]
         num_tokens: int,  # leading rows to take: the whole prompt at first, then `num_accepted + 1`
         model_kwargs: dict[str, Any],  # the loop's, grown to the anchor: `position_ids`, `attention_mask`
     ) -> None:
@@ -169,17 +169,17 @@ class BaseDrafter(CandidateGenerator):
 
     def get_candidates(
         self,
-        input_ids: torch.LongTensor,  # [1, s]
+        input_ids: torch.Tensor,  # [1, s]
         model_kwargs: dict[str, Any],
         model_outputs: Any,  # outputs of the target's last forward; None at first
         is_first_iteration: bool,
         n_last_matches: int,
         **_: Any,
-    ) -> tuple[torch.LongTensor, torch.Tensor | None]:  # ids [1, s + k] and logits [1, k, V], or None when greedy
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # ids [1, s + k] and logits [1, k, V], or None when greedy
         """transformers' protocol: the text with drafts appended, and the drafts' logits."""
         if is_first_iteration:
             return input_ids, None
-        hidden_states = model_outputs.hidden_states
+        hidden_states = model_outputs.hidden_states or ()
         self.check_hidden_states(hidden_states)
         request = self._stock_request(input_ids)
         is_prompt = request.drafting.anchor_position is None
@@ -198,7 +198,5 @@ class BaseDrafter(CandidateGenerator):
         self._own_request.input_ids = input_ids
         return self._own_request
 
-    def update_candidate_strategy(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches: int
-    ) -> None:
+    def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """transformers' protocol; the stock loop does not time its rounds, so nothing is learned from it."""

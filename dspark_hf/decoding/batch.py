@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -75,19 +76,19 @@ def joined_sequences(
 
 
 def joined_entries(
-    per_row: Sequence[tuple[torch.Tensor, ...] | None],  # [R], per row an entry [1, V] for every token
+    per_row: Sequence[tuple[torch.Tensor, ...] | None],  # [R], per row an entry [1, V] for every token, or all None
 ) -> tuple[torch.Tensor, ...] | None:  # each [R, V]; None where none were asked for
     """Scores or logits of all rows, token by token; zeros where a text has ended."""
-    if per_row[0] is None:
+    rows = [entries for entries in per_row if entries is not None]
+    if not rows:
         return None
-    steps = max(map(len, per_row))
-    nothing = torch.zeros_like(per_row[0][0])
-    return tuple(torch.cat([entries[i] if i < len(entries) else nothing for entries in per_row]) for i in range(steps))
+    nothing = torch.zeros_like(rows[0][0])
+    return tuple(torch.cat(step) for step in zip_longest(*rows, fillvalue=nothing))
 
 
 def as_output(
     input_ids: torch.Tensor, requests: Sequence[Request], config: GenerationConfig, cache: Any, stats: AcceptanceStats
-) -> DSparkGenerateOutput | torch.LongTensor:
+) -> DSparkGenerateOutput | torch.Tensor:
     """The return value of `generate`."""
     pad_token = getattr(config, "_pad_token_tensor", None)
     sequences = joined_sequences(input_ids, requests, int(pad_token) if pad_token is not None else 0)

@@ -70,7 +70,7 @@ class Drafter(Protocol):
     def use_curve(self, curve: SPSCurve) -> None:
         """Schedule by measured round times."""
 
-    def check_hidden_states(self, hidden_states: tuple[torch.Tensor, ...] | None) -> None:
+    def check_hidden_states(self, hidden_states: tuple[torch.Tensor | None, ...]) -> None:
         """Reject a target that does not return the hidden states that the draft reads."""
 
     def add_requests(self, requests: Sequence[Request]) -> None:

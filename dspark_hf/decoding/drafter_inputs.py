@@ -46,18 +46,19 @@ def drafts_within(
     limits: PositionLimits,
     most: int,  # drafts that are wanted at most
     text: torch.Tensor,  # [1, s], the text, padding included, the anchor last
-    anchor_position: torch.Tensor,  # [1, 1], its position in the text, padding left out
+    anchor_position: torch.Tensor | None,  # [1, 1], its position in the text, padding left out; None: as many
 ) -> int:
     """`most` drafts, or as many as the target's positions allow."""
     if limits == PositionLimits() or most < 1:
         return most
     # Some targets count positions, some the length of the padded text.
-    allowed = (limits.most_drafts(length) for length in (text.shape[1], int(anchor_position) + 1))
+    num_counted = text.shape[1] if anchor_position is None else int(anchor_position) + 1
+    allowed = (limits.most_drafts(length) for length in (text.shape[1], num_counted))
     return min([most, *(count for count in allowed if count is not None)])
 
 
 def context_of_one(
-    hidden_states: tuple[torch.Tensor, ...],  # the target's, indexed by layer; each [1, >= num_tokens, d]
+    hidden_states: tuple[torch.Tensor | None, ...],  # the target's, indexed by layer; each [1, >= num_tokens, d]
     num_tokens: int,
     model_kwargs: dict[str, Any],
     num_before: int,

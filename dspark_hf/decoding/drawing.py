@@ -92,7 +92,9 @@ class BlockDrawer:
         self._usable = self._finite = list(usable.unbind(1))
 
     def _to_target_ids(self, token_ids: torch.Tensor, width: int) -> torch.Tensor:
-        return token_ids if width == self._vocab_size else self._draft_token_ids[token_ids]
+        if self._draft_token_ids is None or width == self._vocab_size:
+            return token_ids
+        return self._draft_token_ids[token_ids]
 
     def _process(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Mirrored processors on one slot's logits, over the draft vocabulary where they allow it.

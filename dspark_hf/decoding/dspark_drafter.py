@@ -145,7 +145,8 @@ class DSparkCandidateGenerator(BaseDrafter):
         embeds = self.binding.embed(torch.cat([anchor_id, masks], dim=1))
         context = torch.cat([part for state in states for part in state.context], dim=1)  # [1, C, m * d]
         positions = torch.cat([part for state in states for part in state.positions], dim=1)
-        anchor_position = torch.cat([state.anchor_position for state in states], dim=1)  # [1, R]
+        anchors = [state.anchor_position for state in states if state.anchor_position is not None]
+        anchor_position = torch.cat(anchors, dim=1)  # [1, R]
         offsets = torch.arange(config.block_size, device=anchor_position.device)
         block_positions = (anchor_position[:, :, None] + offsets).flatten(1)
         self._cache.begin([state.num_waiting for state in states], config.block_size)
@@ -181,8 +182,8 @@ class DSparkCandidateGenerator(BaseDrafter):
             if not drawer.has_open_blocks:
                 break
         drawn = drawer.finish()
-        embeddings = torch.stack(embeddings, dim=1) if embeddings else None
-        return drawn, self._confidence(hidden[:, : drawn.token_ids.shape[1]], embeddings)
+        previous_tokens = torch.stack(embeddings, dim=1) if embeddings else None
+        return drawn, self._confidence(hidden[:, : drawn.token_ids.shape[1]], previous_tokens)
 
     def _confidence(self, hidden: torch.Tensor, embeddings: torch.Tensor | None) -> torch.Tensor | None:
         if self.draft.confidence_head is None:
@@ -229,4 +230,5 @@ class DSparkCandidateGenerator(BaseDrafter):
 
 
 def _histories(requests: Sequence[Request]) -> list[AcceptanceHistory]:
-    return [request.drafting.history for request in requests]
+    histories = (request.drafting.history for request in requests)
+    return [history for history in histories if history is not None]  # None where every draft is sent

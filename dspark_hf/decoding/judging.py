@@ -35,7 +35,7 @@ def judge(
         parts = (rows[None].split(counts, dim=1) for rows in (raw, scores))
         return [_judge_stepwise(*part) for part in zip(requests, *parts, proposals, strict=True)]
     if len(scores) == len(requests):
-        scores, bonus = _draw(requests, scores, generator)
+        processed, bonus = _draw(requests, scores, generator)
         num_accepted = [0] * len(requests)
     else:
         if first.processors:
@@ -44,21 +44,22 @@ def judge(
         draft_logits = _joined([proposal.draft_logits for proposal in proposals if proposal.token_ids.shape[1]])
         lengths = [count - 1 for count in counts]
         result = verify_blocks(draft_ids, scores, draft_logits, lengths, first.do_sample)
-        num_accepted, bonus = result.num_accepted.tolist(), result.bonus_token
+        processed, num_accepted, bonus = scores, result.num_accepted.tolist(), result.bonus_token
     new_ids = [
         torch.cat([proposal.token_ids[:, :count], token[None]], dim=1) if count else token[None]
         for proposal, count, token in zip(proposals, num_accepted, bonus.split(1), strict=True)
     ]
-    rows = [None] * len(requests) if scores is None else scores[None].split(counts, dim=1)
+    rows = [None] * len(requests) if processed is None else list(processed[None].split(counts, dim=1))
     kept = _up_to_end(requests, new_ids, rows)
-    parts = zip(kept, rows, raw[None].split(counts, dim=1), num_accepted, bonus.tolist(), strict=True)
-    return [Verdict(*part) for part in parts]
+    verdicts = zip(kept, rows, raw[None].split(counts, dim=1), num_accepted, bonus.tolist(), strict=True)
+    return [Verdict(*verdict) for verdict in verdicts]
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:  # of [1, k, V] each: [K, V]
-    if parts[0] is None:
+    found = [part[0] for part in parts if part is not None]
+    if not found:
         return None
-    return parts[0][0] if len(parts) == 1 else torch.cat(list(parts), dim=1)[0]
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def _draw(
@@ -84,14 +85,15 @@ def _up_to_end(
 ) -> list[torch.Tensor]:  # [R], the new tokens that are kept
     """Cut new tokens behind the one that ends a text, and mark the texts that end."""
     limits = [_limit(request, ids.shape[1]) for request, ids in zip(requests, new_ids, strict=True)]
-    is_end = None if None in limits else _are_ends(requests[0], new_ids)
+    known = [limit for limit in limits if limit is not None]
+    is_end = _are_ends(requests[0], new_ids) if len(known) == len(requests) else None
     kept = []
     for i, (request, ids) in enumerate(zip(requests, new_ids, strict=True)):
         counts = range(1, ids.shape[1] + 1)
         if is_end is None:  # asked as plain generation does, token by token
             stops = (request.stops_after(ids[:, :count], scores[i]) for count in counts)
         else:
-            stops = (flag or count >= limits[i] for count, flag in zip(counts, is_end[i], strict=True))
+            stops = (flag or count >= known[i] for count, flag in zip(counts, is_end[i], strict=True))
         num_kept = next((count for count, stop in zip(counts, stops, strict=True) if stop), None)
         request.finished = num_kept is not None
         kept.append(ids[:, :num_kept])
@@ -128,7 +130,8 @@ def _judge_stepwise(
 ) -> Verdict:
     """Run processors and criteria as plain generation does: in turn, once per token, each on its own prefix."""
     draft_ids, draft_logits = proposal.token_ids, proposal.draft_logits
-    new_ids, rows, accepted = draft_ids[:, :0], [], True
+    new_ids, accepted = draft_ids[:, :0], True
+    rows: list[torch.Tensor] = []
     while accepted and not request.finished:
         slot = len(rows)
         rows.append(request.processors(torch.cat([request.input_ids, new_ids], dim=1), logits[:, slot]))

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def decode(
     streamer: Any = None,
     round_times: Callable[..., Any] | None = None,
     **model_kwargs: Any,
-) -> DSparkGenerateOutput | torch.LongTensor:  # [R, s + new], or `DSparkGenerateOutput` if `return_dict_in_generate`
+) -> DSparkGenerateOutput | torch.Tensor:  # [R, s + new], or `DSparkGenerateOutput` if `return_dict_in_generate`
     """Generate with a DSpark draft; every text is that of plain generation.
 
     Called by `generate` in place of transformers' assisted loop, with prepared arguments.
@@ -93,7 +93,7 @@ class Loop:
         if profile is not None:
             self.drafter.use_curve(profile.curve(max(request.input_ids.shape[1] for request in self.requests)))
 
-    def run(self) -> Iterator[tuple[Request, torch.Tensor]]:
+    def run(self) -> Generator[tuple[Request, torch.Tensor], None, None]:
         """Yield requests with their new tokens, [1, n], the prefill's one token first."""
         if self.requests:
             yield from self._prefill(self.requests)

@@ -43,7 +43,7 @@ class OutputLog:
         num_committed: int,
     ) -> None:
         """Append the logits and scores of committed tokens."""
-        if self.scores is not None:
+        if self.scores is not None and scores is not None:
             self.scores += tuple(scores[:, i] for i in range(num_committed))
         if self.logits is not None:
             self.logits += tuple(raw_logits[:, i].float() for i in range(num_committed))

@@ -72,6 +72,8 @@ class RowCacheLayer(CacheLayerMixin):
         """Add the packed tokens of the pass."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.current is None:
+            raise RuntimeError("Packed tokens are written inside a pass; call `PackedCache.begin` before it.")
         rows, positions = self.current.cache_rows, self.current.positions
         self.keys[rows, :, positions] = key_states[0].transpose(0, 1)
         self.values[rows, :, positions] = value_states[0].transpose(0, 1)

@@ -60,18 +60,20 @@ class PackedRunner:
         self.cache.add(len(requests))
         new = range(first, len(self.requests))
         packed, outputs = self._run(new, [request.input_ids for request in requests], last_only=True)
-        return TargetPass(outputs.logits, outputs.hidden_states, outputs, starts_over=True, packed=packed)
+        return TargetPass(outputs.logits, outputs.hidden_states or (), outputs, starts_over=True, packed=packed)
 
     def forward(self, proposals: Sequence[DraftProposal]) -> TargetPass:  # logits [1, sum of 1 + k, V]
         """Run the target over the anchor and the drafts of the first requests."""
         pairs = zip(self.requests, proposals, strict=False)
         new_ids = [torch.cat([request.input_ids[:, -1:], own.token_ids], dim=1) for request, own in pairs]
         packed, outputs = self._run(range(len(proposals)), new_ids)
-        return TargetPass(outputs.logits, outputs.hidden_states, outputs, starts_over=False, packed=packed)
+        return TargetPass(outputs.logits, outputs.hidden_states or (), outputs, starts_over=False, packed=packed)
 
     def commit(self, target_pass: TargetPass, verdicts: Sequence[Verdict]) -> CommittedContext:
         """Keep the committed tokens of the pass."""
         packed = target_pass.packed
+        if packed is None:
+            raise TypeError("A pass over packed requests has their positions, got one without.")
         # Of a prompt every token; of a round the anchor and what was accepted: the last committed token is the next
         # anchor, which the target has not seen.
         kept = packed.counts if target_pass.starts_over else [verdict.new_ids.shape[1] for verdict in verdicts]
@@ -82,7 +84,7 @@ class PackedRunner:
                 positions = torch.arange(start, start + num_kept + 1)[None]
                 spans.append(ContextSpan(index, slice(first, first + num_kept), positions))
             first += count
-        return CommittedContext(target_pass.hidden_states or (), tuple(spans))
+        return CommittedContext(target_pass.hidden_states, tuple(spans))
 
     def keep(self, requests: Sequence[int]) -> None:
         """Forget all other requests, so that ended ones cost nothing."""
@@ -162,11 +164,13 @@ def check_memory(target: PreTrainedModel, requests: Sequence[Request]) -> None:
     needed = 2 * width * target.dtype.itemsize * len(requests) * longest
     available = _available_bytes(target.device)
     if available is not None and needed > available:
-        raise _too_large(len(requests), longest, needed, available)
+        raise _too_large(len(requests), longest, (needed, available))
 
 
-def _too_large(num_rows: int, longest: int, needed: int | None = None, available: int | None = None) -> MemoryError:
-    figures = f" ({needed / 2**30:.1f} of {available / 2**30:.1f} GiB)" if needed is not None else ""
+def _too_large(num_rows: int, longest: int, needed_and_available: tuple[int, int] | None = None) -> MemoryError:
+    figures = ""
+    if needed_and_available is not None:
+        figures = " ({:.1f} of {:.1f} GiB)".format(*(count / 2**30 for count in needed_and_available))
     return MemoryError(
         f"Keys and values of {num_rows} rows with up to {longest} tokens do not fit into memory{figures}. Take fewer "
         "rows, or `generate_many` with a smaller `max_batch`."

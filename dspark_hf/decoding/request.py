@@ -23,7 +23,7 @@ class TargetPass:
     """The outputs of one pass of the target."""
 
     logits: torch.Tensor  # [1, sum of 1 + k, V], the rows of a request together; [1, R, V] after prompts
-    hidden_states: tuple[torch.Tensor | None, ...] | None  # by layer, each [1, N, d], of the tokens of the pass
+    hidden_states: tuple[torch.Tensor | None, ...]  # by layer, each [1, N, d], of the tokens of the pass; () if none
     outputs: Any
     starts_over: bool  # whether the pass is over a whole text, as the first one is
     packed: PackedPass | None = None  # positions of the tokens of each request of a batch
@@ -81,7 +81,7 @@ class Request:
     ) -> bool:
         """Whether plain generation would end after these tokens; the criteria get the same inputs as there."""
         scores_so_far = None
-        if self.log.scores is not None:
+        if self.log.scores is not None and scores is not None:
             scores_so_far = self.log.scores + tuple(scores[:, i] for i in range(new_ids.shape[1]))
         text = torch.cat([self.input_ids, new_ids], dim=1)
         return bool(self.stopping_criteria(text, scores_so_far).all())

@@ -96,7 +96,7 @@ class SingleRunner:
         else:
             outputs = self.target._prefill(request.input_ids, self.config, kwargs | self.reads)
         check_filled_cache(self.target, outputs.get(CACHE_KEY))
-        return TargetPass(outputs.logits[:, -1:], outputs.hidden_states, outputs, starts_over=True)
+        return TargetPass(outputs.logits[:, -1:], outputs.hidden_states or (), outputs, starts_over=True)
 
     def forward(self, proposals: Sequence[DraftProposal]) -> TargetPass:  # logits [1, 1 + k, V]
         """Run the target over the anchor and the drafts."""
@@ -117,7 +117,7 @@ class SingleRunner:
         if outputs.logits.device.type != "cpu":  # verification waits for the device anyway; here the wait is timed
             torch.accelerator.synchronize(outputs.logits.device)
         starts_over = outputs[CACHE_KEY] is not self.model_kwargs[CACHE_KEY]
-        states = outputs.hidden_states
+        states = outputs.hidden_states or ()
         if starts_over:  # Phi does, where its frequencies change: these are the states of the whole text
             self._stop_recording()
             self._record_past(outputs[CACHE_KEY])

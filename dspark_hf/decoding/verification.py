@@ -134,7 +134,7 @@ def verify_blocks(
         if not do_sample:
             return VerificationResult(num_accepted, selected[num_accepted])
         count = int(num_accepted)
-        row_q = draft_logits[count : count + 1] if count < len(draft_ids) else None
+        row_q = draft_logits[count : count + 1] if draft_logits is not None and count < len(draft_ids) else None
         return VerificationResult(num_accepted, select_bonus(target_logits[count : count + 1], row_q, do_sample))
     blocks = torch.nn.utils.rnn.pad_sequence(accepted.split(list(lengths)), batch_first=True)  # [R, most drafts]
     num_accepted = blocks.cumprod(dim=-1).sum(dim=-1)
@@ -142,5 +142,6 @@ def verify_blocks(
     if not do_sample:
         return VerificationResult(num_accepted, selected[row])
     slot = (first + num_accepted).clamp(max=len(draft_ids) - 1)  # where none was rejected, any
-    bonus = select_bonus(target_logits[row], draft_logits[slot], do_sample, rejected=num_accepted < length)
+    row_q = draft_logits[slot] if draft_logits is not None else None
+    bonus = select_bonus(target_logits[row], row_q, do_sample, rejected=num_accepted < length)
     return VerificationResult(num_accepted, bonus)

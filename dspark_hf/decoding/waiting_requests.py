@@ -26,7 +26,8 @@ class WaitingRequests:
         max_batch: int,  # most texts at a time
         prompt_lengths: Sequence[int] = (),  # tokens of each prompt, where they are known
     ):
-        self._prompts, self._ahead = iter(prompts), []
+        self._prompts = iter(prompts)
+        self._ahead: list[tuple[int, torch.Tensor]] = []
         self._max_batch, self.prompt_lengths = max_batch, prompt_lengths
 
     @property

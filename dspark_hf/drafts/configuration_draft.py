@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -42,8 +44,14 @@ class DraftConfig(PreTrainedConfig):
     intermediate_size: int = 9728
     num_hidden_layers: int = 1
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    if TYPE_CHECKING:  # as `__post_init__` and `require_target_fields` leave them
+        num_key_value_heads: int
+        head_dim: int
+        target_layer_ids: list[int]
+    else:
+        num_key_value_heads: int | None = None
+        head_dim: int | None = None
+        target_layer_ids: list[int] | None = None
     hidden_act: str = "silu"
     max_position_embeddings: int = 40960
     initializer_range: float = 0.02
@@ -52,7 +60,6 @@ class DraftConfig(PreTrainedConfig):
     attention_bias: bool = False
     attention_dropout: float = 0.0
 
-    target_layer_ids: list[int] | None = None
     num_target_layers: int | None = None
     draft_vocab_size: int | None = None
     target_name_or_path: str | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
@@ -103,7 +103,10 @@ class DSparkConfig(DraftConfig):
     num_hidden_layers: int = 5
     layer_kind: str = "qwen3"
     attention_k_eq_v: bool = False
-    layer_types: list[str] | None = None
+    if TYPE_CHECKING:  # as `__post_init__` leaves it
+        layer_types: list[str]
+    else:
+        layer_types: list[str] | None = None
     sliding_window: int | None = None
     sliding_window_non_causal: bool = False
     tie_word_embeddings: bool = False

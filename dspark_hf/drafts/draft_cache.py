@@ -75,18 +75,19 @@ class DraftCache:
         """Forget all other requests."""
         self.lengths = [self.lengths[request] for request in requests]
         self._buffers = [
-            None if buffers is None else tuple(buffer[list(requests)] for buffer in buffers)
+            None if buffers is None else (buffers[0][list(requests)], buffers[1][list(requests)])
             for buffers in self._buffers
         ]
 
     def add(self, num_requests: int) -> None:
         """Add rows for more requests, after the present ones."""
         self.lengths = self.lengths + [0] * num_requests
+
+        def with_rows(buffer: torch.Tensor) -> torch.Tensor:
+            return torch.cat([buffer, buffer.new_zeros(num_requests, *buffer.shape[1:])])
+
         self._buffers = [
-            None
-            if buffers is None
-            else tuple(torch.cat([buffer, buffer.new_zeros(num_requests, *buffer.shape[1:])]) for buffer in buffers)
-            for buffers in self._buffers
+            None if buffers is None else (with_rows(buffers[0]), with_rows(buffers[1])) for buffers in self._buffers
         ]
 
     def _grow(

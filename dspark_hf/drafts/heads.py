@@ -78,6 +78,7 @@ class RNNHead(MarkovHead):
         self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See [`MarkovHead.features`]."""
+        state = self.initial_state(hidden) if state is None else state
         gate, candidate, output = self.joint_proj(torch.cat([state, embedding, hidden], dim=-1)).chunk(3, dim=-1)
         gate = torch.sigmoid(gate)
         state = gate * state + (1 - gate) * torch.tanh(candidate)
@@ -102,8 +103,8 @@ class ConfidenceHead(nn.Module):
         embedding: torch.Tensor | None = None,  # [*b, r], W_1[x_{k-1}]; read only `with_markov`
     ) -> torch.Tensor:  # [*b], `confidence_logits`
         """Confidence before the sigmoid."""
-        features = torch.cat([hidden, embedding], dim=-1) if self.with_markov else hidden
-        return self.proj(features).squeeze(-1)
+        inputs = [hidden, embedding] if self.with_markov and embedding is not None else [hidden]
+        return self.proj(torch.cat(inputs, dim=-1)).squeeze(-1)
 
 
 def build_sequential_head(config: DSparkConfig) -> MarkovHead | None:  # None where `markov_rank` is 0

@@ -44,7 +44,7 @@ class DraftModel(PreTrainedModel):
         super().__init__(config)
         config.require_target_fields()
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
-        self.lm_head = None
+        self.lm_head: nn.Linear | None = None
         # `None` means "not set by the user": transformers' merged defaults never reach this object.
         self.generation_config = GenerationConfig()
         # Rows of a target embedding from the checkpoint, to recognise a wrong target; not saved.

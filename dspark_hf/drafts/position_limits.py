@@ -54,8 +54,8 @@ class PositionLimits:
 def position_limits(target: PreTrainedModel) -> PositionLimits:
     """The limits of a target, from its rotary parameters and its tables of positions."""
     config = target.config.get_text_config(decoder=True)
-    switches = [(_switch(rope, config), rope) for rope in _rotary_parameters(config)]
-    switches = [(length, rope) for length, rope in switches if length is not None]
+    found = [(_switch(rope, config), rope) for rope in _rotary_parameters(config)]
+    switches = [(length, rope) for length, rope in found if length is not None]
     return PositionLimits(
         switch=min((length for length, _ in switches), default=None),
         one_set_beyond=all(_kind(rope) in _TWO_SETS for _, rope in switches),

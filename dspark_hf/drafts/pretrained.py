@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from .formats import read_embedding_sample
@@ -29,7 +28,7 @@ def readable_errors(source: str) -> Iterator[None]:
         ) from error
 
 
-def check_loaded(model: nn.Module, loading_info: dict[str, Any], source: str) -> None:
+def check_loaded(model: PreTrainedModel, loading_info: dict[str, Any], source: str) -> None:
     """Reject a partly initialised draft."""
     for kind, meaning in (
         ("missing_keys", "lacks tensors that its config asks for"),
@@ -55,7 +54,7 @@ def check_loaded(model: nn.Module, loading_info: dict[str, Any], source: str) ->
         )
 
 
-def check_copies(model: nn.Module, files: TensorFiles, source: str) -> None:
+def check_copies(model: PreTrainedModel, files: TensorFiles, source: str) -> None:
     """Compare what a checkpoint holds twice, or holds of its target, with the config."""
     config, ids = model.config, model.draft_token_ids()
     whole = (config.vocab_size, config.hidden_size)

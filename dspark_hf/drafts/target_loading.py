@@ -62,8 +62,9 @@ def find_target(name: str | os.PathLike, trust_remote_code: bool = False) -> Tar
     adapter_path = find_file(source, ADAPTER_CONFIG_NAME)
     if adapter_path is not None and not is_peft_available():
         raise ImportError(f"{source} has a PEFT adapter, and PEFT is not installed: pip install peft.")
-    is_adapter = adapter_path is not None and find_file(source, CONFIG_NAME) is None
-    base = _base_of(source, adapter_path) if is_adapter else source
+    base, is_adapter = source, False
+    if adapter_path is not None and find_file(source, CONFIG_NAME) is None:
+        base, is_adapter = _base_of(source, adapter_path), True
     fields = read_config_fields(base)
     if formats.is_dspark(fields) or eagle3.matches(fields):
         made_for = fields.get("target_name_or_path")
@@ -183,7 +184,7 @@ def _with_adapter(model: PreTrainedModel, source: TargetSource, merge: bool) -> 
     return model
 
 
-def _auto_class(config: PreTrainedConfig, source: TargetSource) -> type:
+def _auto_class(config: PreTrainedConfig, source: TargetSource) -> Any:
     """transformers' class that loads a target: its own code if that may run, else the first mapping that has it."""
     code = getattr(config, "auto_map", None) or {}
     if source.trust_remote_code and (own := [name for name in _MAPPINGS if name in code]):

@@ -155,7 +155,7 @@ class _Source:
 
 def _write_own(source: _Source) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     if source.target is not None:
-        _bind_empty(source)
+        _bind_empty(source, source.target)
     source.config.architectures = [type(source.model).__name__]
     return json.loads(source.config.to_json_string()), {}
 
@@ -188,7 +188,9 @@ def _write_speculators(source: _Source) -> tuple[dict[str, Any], dict[str, torch
             f"The speculators layout names a target that engines load, and {source.target.name} is a PEFT adapter. "
             "Merge it into its base (`merge_and_unload` and `save_pretrained`), and give the merged model."
         )
-    architectures = [] if source.target is None else list(_bind_empty(source).config.architectures or [])
+    architectures = (
+        [] if source.target is None else list(_bind_empty(source, source.target).config.architectures or [])
+    )
     fields = speculators.from_config(config, architectures)
     return fields, {} if ids is None else {"t2d": speculators.membership_mask(ids, config.vocab_size)}
 
@@ -197,9 +199,9 @@ def _write_speculators(source: _Source) -> tuple[dict[str, Any], dict[str, torch
 _WRITERS = {"dspark": _write_own, "deepspec": _write_deepspec, "speculators": _write_speculators}
 
 
-def _bind_empty(source: _Source) -> PreTrainedModel:
+def _bind_empty(source: _Source, target: TargetSource) -> PreTrainedModel:
     """Check that the target fits, from its config alone."""
-    empty = empty_target(source.target)
+    empty = empty_target(target)
     source.model.bind_target(empty)
     return empty
 

@@ -59,5 +59,4 @@ class AcceptanceHistory:
         """Confidences scaled by how often such slots were accepted recently."""
         weight = self.PRIOR_ROUNDS
         factors = (self._accepted + weight) / (self._expected + weight)
-        factors = confidence.new_tensor(factors[: confidence.shape[-1]])
-        return (confidence * factors).clamp(max=1.0)
+        return (confidence * confidence.new_tensor(factors[: confidence.shape[-1]])).clamp(max=1.0)

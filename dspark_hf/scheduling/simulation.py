@@ -14,6 +14,7 @@ are approximate; consider them when reading a result:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -116,19 +117,23 @@ def replay(
     num_slots = _checked_slots(texts)
     if num_requests < 1:
         raise ValueError(f"`num_requests` must be >= 1, got {num_requests}.")
-    waiting = [_Text(text, max_new_tokens, policy.new_history() if policy else None) for text in texts if text]
+    waiting = [
+        _Text(text, max_new_tokens, policy.new_history() if policy else AcceptanceHistory(num_slots))
+        for text in texts
+        if text
+    ]
     running, waiting = waiting[:num_requests], waiting[num_requests:]
     num_rounds = num_tokens = num_verified = 0
     seconds = 0.0
     while running:
         others_wait = bool(waiting) or math.isinf(max_new_tokens)
-        tokens_left = None if others_wait else [text.num_left for text in running]
+        tokens_left = None if others_wait else [int(text.num_left) for text in running]
         lengths, is_drafted = _drafts(policy, running, tokens_left, num_slots)
         batch_tokens = len(running) + sum(lengths)
         verify_s = curve.verify(batch_tokens) + request_s * len(running)
         draft_s = curve.for_requests(len(running)).draft_s if is_drafted else 0.0
-        shares = [s / len(running) for s in (draft_s, verify_s, draft_s + verify_s)]
-        records = [text.advance(n, shares, is_drafted) for text, n in zip(running, lengths, strict=True)]
+        share = (draft_s / len(running), verify_s / len(running))
+        records = [text.advance(n, share, is_drafted) for text, n in zip(running, lengths, strict=True)]
         if policy is not None:
             policy.observe([text.history for text in running], records)
         num_rounds += len(running)
@@ -150,7 +155,7 @@ def full_blocks(records: Iterable[RoundRecord], num_slots: int) -> list[RoundRec
 class _Text:
     """A request that is replayed."""
 
-    def __init__(self, rounds: Sequence[RoundRecord], max_tokens: float, history: AcceptanceHistory | None):
+    def __init__(self, rounds: Sequence[RoundRecord], max_tokens: float, history: AcceptanceHistory):
         self.rounds, self.ends = rounds, list(accumulate(record.accepted_length for record in rounds))
         self.num_tokens, self.max_tokens, self.history = 0, max_tokens, history
 
@@ -160,7 +165,7 @@ class _Text:
         return self.rounds[bisect_right(self.ends, self.num_tokens)]
 
     @property
-    def num_left(self) -> float:
+    def num_left(self) -> int | float:
         """Tokens that the text may still grow by."""
         return self.max_tokens - self.num_tokens
 
@@ -168,19 +173,26 @@ class _Text:
     def has_ended(self) -> bool:
         return self.num_tokens >= min(self.max_tokens, self.ends[-1])
 
-    def advance(self, num_sent: int, seconds: Sequence[float], is_drafted: bool) -> RoundRecord:
+    def advance(self, num_sent: int, seconds: tuple[float, float], is_drafted: bool) -> RoundRecord:
         """Accept what was accepted of so many drafts."""
         block = self.block
         num_accepted = min(block.num_accepted, num_sent)
         self.num_tokens += num_accepted + 1
-        drafts, confidence = block.token_ids[:num_sent], block.confidence
-        return RoundRecord(
-            block.anchor_id, drafts, confidence, num_accepted, 0, num_accepted + 1, *seconds, drafted=is_drafted
+        return dataclasses.replace(
+            block,
+            token_ids=block.token_ids[:num_sent],
+            num_accepted=num_accepted,
+            bonus_token=0,
+            num_committed=num_accepted + 1,
+            draft_s=seconds[0],
+            verify_s=seconds[1],
+            round_s=sum(seconds),
+            drafted=is_drafted,
         )
 
 
 def _drafts(
-    policy: DraftingPolicy | None, texts: Sequence[_Text], tokens_left: Sequence[float] | None, num_slots: int
+    policy: DraftingPolicy | None, texts: Sequence[_Text], tokens_left: Sequence[int] | None, num_slots: int
 ) -> tuple[list[int], bool]:
     """Drafts that each text sends, and whether any were made."""
     histories = [text.history for text in texts]

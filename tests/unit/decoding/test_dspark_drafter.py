@@ -118,7 +118,7 @@ def test_target_without_hidden_states_is_refused():
     generator = build(target, oracle_draft(target))
     states = hidden_states(target, random_prompt(5))
     generator.check_hidden_states(states)
-    for wrong in (None, (states[0], None, states[2], states[3], states[4])):
+    for wrong in ((), (states[0], None, states[2], states[3], states[4])):
         with pytest.raises(ValueError, match=r"returned no hidden states for `target_layer_ids` \[0, 2\]"):
             generator.check_hidden_states(wrong)
 
