@@ -23,7 +23,7 @@ from itertools import accumulate
 
 import torch
 
-from ..common.records import RoundRecord
+from ..common.records import AcceptanceStats, RoundRecord
 from .acceptance import AcceptanceHistory
 from .curve import SPSCurve
 from .policy import DraftingPolicy
@@ -123,28 +123,24 @@ def replay(
         if text
     ]
     running, waiting = waiting[:num_requests], waiting[num_requests:]
-    num_rounds = num_tokens = num_verified = 0
-    seconds = 0.0
+    stats, seconds = AcceptanceStats(), 0.0
     while running:
         others_wait = bool(waiting) or math.isinf(max_new_tokens)
         tokens_left = None if others_wait else [int(text.num_left) for text in running]
         lengths, is_drafted = _drafts(policy, running, tokens_left, num_slots)
-        batch_tokens = len(running) + sum(lengths)
-        verify_s = curve.verify(batch_tokens) + request_s * len(running)
+        verify_s = curve.verify(len(running) + sum(lengths)) + request_s * len(running)
         draft_s = curve.for_requests(len(running)).draft_s if is_drafted else 0.0
         share = (draft_s / len(running), verify_s / len(running))
         records = [text.advance(n, share, is_drafted) for text, n in zip(running, lengths, strict=True)]
         if policy is not None:
             policy.observe([text.history for text in running], records)
-        num_rounds += len(running)
-        num_tokens += sum(record.accepted_length for record in records)
-        num_verified += batch_tokens
+        stats.rounds += records
         seconds += draft_s + verify_s
         running = [text for text in running if not text.has_ended]
         free = num_requests - len(running)
         running, waiting = running + waiting[:free], waiting[free:]
     name = name or (type(policy.scheduler).__name__ if policy else PLAIN)
-    return LoadReport(name, num_requests, num_rounds, num_tokens, num_verified, seconds)
+    return LoadReport(name, num_requests, stats.num_rounds, stats.num_committed, stats.num_verified, seconds)
 
 
 def full_blocks(records: Iterable[RoundRecord], num_slots: int) -> list[RoundRecord]:  # in order
