@@ -6,7 +6,6 @@ import re
 import runpy
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,7 +33,7 @@ EXPECTED = {
     "train_tiny.py": r"8 answers written(?s:.*)held-out answers: \d\.\d\d tokens per round(?s:.*)\n---\n",
 }
 SHORT = {
-    "calibrate.py": ["--num-answers", "5"],
+    "calibrate.py": ["--num-answers", "3"],
     "evaluate.py": ["--num-questions", "2"],
     "export.py": ["--repeats", "2"],
     "round_times.py": ["--repeats", "3"],
@@ -42,46 +41,46 @@ SHORT = {
 }
 
 
-def run(script, arguments):
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return subprocess.run(
-        [sys.executable, str(script), *arguments, "--max-new-tokens", "12"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        timeout=900,
-    )
+@pytest.fixture(scope="module")
+def pair():
+    """Folders of the default pair, where the scripts look for it, so that the target is converted once at most."""
+    return [str(ensure_default_target()), str(default_draft_path())]
 
 
-@pytest.fixture(scope="session")
-def results():
-    """What became of each script, run two at a time: half of their seconds go into imports."""
-    # In the cache that the scripts look into, so that the target is converted once at most.
-    pair = [str(ensure_default_target()), str(default_draft_path())]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        futures = {
-            script: pool.submit(run, script, pair if script.name == "own_pair.py" else SHORT.get(script.name, []))
-            for script in EXAMPLES
-        }
-    return {script: future.result() for script, future in futures.items()}
+def arguments_of(script, pair):
+    own = pair if script.name == "own_pair.py" else SHORT.get(script.name, [])
+    return [str(script), *own, "--max-new-tokens", "12"]
 
 
 def test_every_example_is_known():
     assert [script.name for script in EXAMPLES] == sorted(EXPECTED)
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.name)
-def test_example_runs(script, results):
-    if script.name == "quantized_target.py" and find_spec("bitsandbytes") is None:
-        pytest.skip("needs bitsandbytes")
-    result = results[script]
-    assert result.returncode == 0, result.stderr
-    assert "Traceback" not in result.stderr
-    assert re.search(EXPECTED[script.name], result.stdout), result.stdout
-    accepted_lengths = re.findall(r"accepted length:? (\d+\.\d\d)", result.stdout)
+def check_printed(script, printed):
+    assert re.search(EXPECTED[script.name], printed), printed
+    accepted_lengths = re.findall(r"accepted length:? (\d+\.\d\d)", printed)
     assert accepted_lengths
     assert all(1 <= float(length) <= 6 for length in accepted_lengths)  # 5 slots and the bonus token
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.name)
+def test_example_runs(script, pair, monkeypatch, capsys):
+    """In this process, which has imported what they import: half of their seconds would go into that."""
+    if script.name == "quantized_target.py" and find_spec("bitsandbytes") is None:
+        pytest.skip("needs bitsandbytes")
+    monkeypatch.setattr(sys, "argv", arguments_of(script, pair))
+    runpy.run_path(str(script), run_name="__main__")
+    check_printed(script, capsys.readouterr().out)
+
+
+def test_example_runs_in_a_process_of_its_own(pair):
+    script = ROOT / "examples" / "generate.py"
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments_of(script, pair)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=900)
+    assert "Traceback" not in result.stderr
+    check_printed(script, result.stdout)
 
 
 @pytest.mark.parametrize(("name", "arguments"), [("own_pair.py", []), ("export.py", ["--target"])])

@@ -27,6 +27,7 @@ from tests.support.searching import SearchingScheduler
 
 SPS = (1.0, 0.5, 0.45)  # target steps per second with 1, 2 and 3 tokens
 P, Q = torch.tensor([0.7, 0.3]), torch.tensor([0.5, 0.5])  # of the first slot, over the tokens A and B
+NUM_ROWS = 80  # blocks of a seed whose admissions are compared
 CONFIDENCE = {0: (0.8, 0.9), 1: (0.8, 0.0)}  # of both slots, by the token drawn for the first: the second has seen it
 
 
@@ -179,7 +180,7 @@ def experienced(criterion: AdaptiveConfidenceCriteria, seed: int) -> AcceptanceH
 @pytest.mark.parametrize("seed", range(8))
 def test_admission_of_a_slot_ignores_later_confidences(scheduler, seed):
     generator = torch.Generator().manual_seed(seed)
-    confidence = torch.rand(200, 6, generator=generator).clamp(0, 0.999)
+    confidence = torch.rand(NUM_ROWS, 6, generator=generator).clamp(0, 0.999)
 
     def lengths(confidence: torch.Tensor) -> torch.Tensor:
         """One request at a time, each with the same past."""
@@ -192,7 +193,7 @@ def test_admission_of_a_slot_ignores_later_confidences(scheduler, seed):
     before = lengths(confidence)
     for slot in (0, 2, 4):
         changed = confidence.clone()
-        changed[:, slot + 1 :] = torch.rand(200, 5 - slot, generator=generator)
+        changed[:, slot + 1 :] = torch.rand(NUM_ROWS, 5 - slot, generator=generator)
         assert torch.equal(lengths(changed) > slot, before > slot)
     assert len(before.unique()) > 1
 
