@@ -51,7 +51,7 @@ OWN_LIBRARIES: dict[str, set[str]] = {
     **dict.fromkeys(("training.blocks", "training.losses"), {"torch"}),
 }
 MAY_PRINT = {"cli", "__main__"}
-MAX_FUNCTION_LINES, MAX_FILE_LINES = 80, 500
+MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400
 
 
 def sources() -> dict[str, str]:

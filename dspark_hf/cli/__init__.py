@@ -25,21 +25,26 @@ from .train import train_command
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, help="DSpark speculative decoding for Hugging Face transformers."
 )
-app.command("compare")(compare_command)
-app.command("generate")(generate_command)
-app.command("eval")(eval_command)
-app.command("prepare")(prepare_command)
+# Options are spelled with hyphens or, as transformers does, with underscores.
+SPELLING = {"token_normalize_func": lambda name: name.replace("_", "-")}
+for name, command in {
+    "compare": compare_command,
+    "generate": generate_command,
+    "eval": eval_command,
+    "prepare": prepare_command,
+    "calibrate": calibrate_command,
+    "profile": profile_command,
+    "doctor": doctor_command,
+    "demo": demo_command,
+    "convert": convert_command,
+}.items():
+    app.command(name, context_settings=SPELLING)(command)
 app.command(
     "train",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    context_settings={**SPELLING, "allow_extra_args": True, "ignore_unknown_options": True},
     epilog="Further options are those of transformers' TrainingArguments, for example --output_dir, "
     "--num_train_epochs, --per_device_train_batch_size, --bf16.",
 )(train_command)
-app.command("calibrate")(calibrate_command)
-app.command("profile")(profile_command)
-app.command("doctor")(doctor_command)
-app.command("demo")(demo_command)
-app.command("convert")(convert_command)
 
 
 @app.command()

@@ -24,6 +24,7 @@ from .options import (
     Device,
     Draft,
     Dtype,
+    Json,
     MaxNewTokens,
     Raw,
     Seed,
@@ -40,35 +41,36 @@ from .options import (
 )
 
 
+Prompts = Annotated[
+    Path | None,
+    typer.Option("--prompts", help="File of prompts, half of them to check on. Default: the built-in ones."),
+]
+CheckPrompts = Annotated[Path | None, typer.Option("--check-prompts", help="File of other prompts to check on.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", help="Folder for a copy of the draft. Default: its own config.")
+]
+Plot = Annotated[Path | None, typer.Option("--plot", help="Reliability diagram to write, .png or .svg (extra: eval).")]
+NumAnswers = Annotated[int, typer.Option("--num-answers", min=1, help="Answers per prompt, when sampling.")]
+
+
 def calibrate_command(
-    prompts: Annotated[
-        Path | None,
-        typer.Option("--prompts", help="File of prompts, half of them to check on. Default: the built-in ones."),
-    ] = None,
-    check_prompts: Annotated[
-        Path | None, typer.Option("--check-prompts", "--check_prompts", help="File of other prompts to check on.")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder for a copy of the draft. Default: its own config.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Reliability diagram to write, .png or .svg (extra: eval).")
-    ] = None,
+    prompts: Prompts = None,
+    check_prompts: CheckPrompts = None,
+    output: Output = None,
+    plot: Plot = None,
     target: Target = None,
     draft: Draft = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     max_new_tokens: MaxNewTokens = 96,
-    num_answers: Annotated[
-        int, typer.Option("--num-answers", "--num_answers", min=1, help="Answers per prompt, when sampling.")
-    ] = 1,
+    num_answers: NumAnswers = 1,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
     raw: Raw = False,
     enable_thinking: Thinking = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Make a draft's confidences mean what they say, and keep that in its config."""
     with errors_in_words():

@@ -23,6 +23,7 @@ from .options import (
     Device,
     Draft,
     Dtype,
+    Json,
     MaxNewTokens,
     NumAssistantTokens,
     Raw,
@@ -66,7 +67,7 @@ def compare_command(
     raw: Raw = False,
     enable_thinking: Thinking = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs per prompt; medians are reported.")] = 1,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Plain generation against DSpark: speed, accepted length, and whether the texts are the same."""
     with errors_in_words():

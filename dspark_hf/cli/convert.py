@@ -28,9 +28,7 @@ def convert_command(
     ] = None,
     round_times: Annotated[
         Path | None,
-        typer.Option(
-            "--round-times", "--round_times", help="File of `dspark-hf profile`, for engines that schedule by it."
-        ),
+        typer.Option("--round-times", help="File of `dspark-hf profile`, for engines that schedule by it."),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:

@@ -29,11 +29,9 @@ def demo_command(
         int | None, typer.Option("--port", min=1, max=65535, help="Default: a free one from 7860.")
     ] = None,
     max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "--max_new_tokens", min=1, help="Longest answer a visitor may ask for.")
+        int, typer.Option("--max-new-tokens", min=1, help="Longest answer a visitor may ask for.")
     ] = 256,
-    max_queue: Annotated[
-        int, typer.Option("--max-queue", "--max_queue", min=1, help="Requests that may wait for their turn.")
-    ] = 64,
+    max_queue: Annotated[int, typer.Option("--max-queue", min=1, help="Requests that may wait for their turn.")] = 64,
 ) -> None:
     """Serve a page that shows a prompt without and with DSpark, side by side."""
     # Read when gradio is imported. Nothing is reported to anyone.

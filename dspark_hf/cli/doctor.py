@@ -18,39 +18,42 @@ from ..doctor import FAULT, Diagnosis, Finding, diagnose
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..export.convert import parse_stated
 from .loading import check_prompting, load_draft, load_target
-from .options import Device, Dtype, MaxNewTokens, Raw, TrustRemoteCode, console, errors, errors_in_words
+from .options import Device, Dtype, Json, MaxNewTokens, Raw, TrustRemoteCode, console, errors, errors_in_words
+
+
+TargetName = Annotated[str | None, typer.Argument(help="Target model: Hub id or folder. Default: the default pair.")]
+DraftName = Annotated[str | None, typer.Argument(help="Its DSpark draft: Hub id or folder.")]
+Prompts = Annotated[
+    Path | None, typer.Option("--prompts", help="File of prompts: .txt, .json or .jsonl. Default: built-in ones.")
+]
+EnableThinking = Annotated[
+    bool | None,
+    typer.Option("--enable-thinking/--no-thinking", help="The chat template's thinking switch, as you will use it."),
+]
+Stated = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="What the draft's config leaves open: NAME=VALUE, such as sample_from_anchor=true."),
+]
+Thorough = Annotated[
+    bool, typer.Option("--thorough", help="Try other readings of the checkpoint even where drafts are accepted.")
+]
+Speed = Annotated[bool, typer.Option("--speed/--no-speed", help="Whether to measure the speed.")]
 
 
 def doctor_command(
-    target: Annotated[
-        str | None, typer.Argument(help="Target model: Hub id or folder. Default: the default pair.")
-    ] = None,
-    draft: Annotated[str | None, typer.Argument(help="Its DSpark draft: Hub id or folder.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="File of prompts: .txt, .json or .jsonl. Default: built-in ones.")
-    ] = None,
+    target: TargetName = None,
+    draft: DraftName = None,
+    prompts: Prompts = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     max_new_tokens: MaxNewTokens = 48,
-    enable_thinking: Annotated[
-        bool | None,
-        typer.Option(
-            "--enable-thinking/--no-thinking", help="The chat template's thinking switch, as you will use it."
-        ),
-    ] = None,
+    enable_thinking: EnableThinking = None,
     raw: Raw = False,
-    stated: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="What the draft's config leaves open: NAME=VALUE, such as sample_from_anchor=true."
-        ),
-    ] = None,
-    thorough: Annotated[
-        bool, typer.Option("--thorough", help="Try other readings of the checkpoint even where drafts are accepted.")
-    ] = False,
-    speed: Annotated[bool, typer.Option("--speed/--no-speed", help="Whether to measure the speed.")] = True,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of sentences.")] = False,
+    stated: Stated = None,
+    thorough: Thorough = False,
+    speed: Speed = True,
+    json_output: Json = False,
 ) -> None:
     """Check a pair: what is wrong, what it gains here. Exit status 0: no fault, 1: faults, 2: could not run."""
     status = errors if json_output else console

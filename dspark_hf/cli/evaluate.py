@@ -36,6 +36,7 @@ from .loading import check_prompting, load_target
 from .options import (
     Device,
     Dtype,
+    Json,
     MaxNewTokens,
     Raw,
     Seed,
@@ -53,53 +54,58 @@ INTERRUPTED = 130  # as a shell reports it
 LOCK_FILE = ".eval.lock"
 
 
+Tasks = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="gsm8k, math500, aime25, mbpp, humaneval, livecodebench, mt-bench, alpaca, arena-hard-v2 "
+        "(extra: eval), builtin (default), or files of turns, messages or prompts."
+    ),
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for runs and report; continued if it has runs.")]
+Drafts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--draft", help="A draft of the target, repeatable: with its own schedule, and with every slot sent."
+    ),
+]
+Drafters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drafter",
+        help="Another row, repeatable: [NAME=]KIND[:PATH][,KNOB=VALUE...]. KIND: draft, prompt-lookup, assistant, "
+        "mtp or dflash (transformers' own).",
+    ),
+]
+Limit = Annotated[int, typer.Option("--limit", min=0, help="Questions of each task, spread over it; 0 for all.")]
+Temperatures = Annotated[
+    str, typer.Option("--temperatures", help="One for each decoding, with commas; 0 decodes greedily.")
+]
+EnableThinking = Annotated[
+    bool | None, typer.Option("--enable-thinking/--no-thinking", help="The chat template's thinking switch.")
+]
+Tensorboard = Annotated[
+    Path | None, typer.Option("--tensorboard", help="Folder for TensorBoard logs as well (extra: train).")
+]
+
+
 def eval_command(
-    tasks: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="gsm8k, math500, aime25, mbpp, humaneval, livecodebench, mt-bench, alpaca, arena-hard-v2 "
-            "(extra: eval), builtin (default), or files of turns, messages or prompts."
-        ),
-    ] = None,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for runs and report; continued if it has runs.")
-    ] = Path("evaluation"),
+    tasks: Tasks = None,
+    output: Output = Path("evaluation"),
     target: Target = None,
-    draft: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--draft", help="A draft of the target, repeatable: with its own schedule, and with every slot sent."
-        ),
-    ] = None,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--drafter",
-            help="Another row, repeatable: [NAME=]KIND[:PATH][,KNOB=VALUE...]. KIND: draft, prompt-lookup, assistant, "
-            "mtp or dflash (transformers' own).",
-        ),
-    ] = None,
+    draft: Drafts = None,
+    drafter: Drafters = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
-    limit: Annotated[
-        int, typer.Option("--limit", min=0, help="Questions of each task, spread over it; 0 for all.")
-    ] = 20,
+    limit: Limit = 20,
     max_new_tokens: MaxNewTokens = 256,
-    temperatures: Annotated[
-        str, typer.Option("--temperatures", help="One for each decoding, with commas; 0 decodes greedily.")
-    ] = "0,1",
+    temperatures: Temperatures = "0,1",
     top_p: TopP = 1.0,
     seed: Seed = 0,
     raw: Raw = False,
-    enable_thinking: Annotated[
-        bool | None,
-        typer.Option("--enable-thinking/--no-thinking", help="The chat template's thinking switch."),
-    ] = None,
-    tensorboard: Annotated[
-        Path | None, typer.Option("--tensorboard", help="Folder for TensorBoard logs as well (extra: train).")
-    ] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    enable_thinking: EnableThinking = None,
+    tensorboard: Tensorboard = None,
+    json_output: Json = False,
 ) -> None:
     """Drafters side by side on tasks: accepted length, speed-up, latency, confidence; JSON, CSV and an HTML report."""
     try:

@@ -28,14 +28,10 @@ Dtype = Annotated[str, typer.Option("--dtype", help="Weights of both models: bfl
 Device = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, cuda:1, mps, ... Default: cuda if there is one.")
 ]
-MaxNewTokens = Annotated[
-    int, typer.Option("--max-new-tokens", "--max_new_tokens", min=1, help="Longest answer, in tokens.")
-]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")]
 NumAssistantTokens = Annotated[
     int | None,
-    typer.Option(
-        "--num-assistant-tokens", "--num_assistant_tokens", help="Most drafts sent per round. Default: the block."
-    ),
+    typer.Option("--num-assistant-tokens", help="Most drafts sent per round. Default: the block."),
 ]
 Threshold = Annotated[
     float | None,
@@ -54,7 +50,7 @@ Schedule = Annotated[
     ),
 ]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 decodes greedily.")]
-TopP = Annotated[float, typer.Option("--top-p", "--top_p", min=0.0, max=1.0, help="Nucleus, when sampling.")]
+TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus, when sampling.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed, when sampling.")]
 Thinking = Annotated[
     bool | None,
@@ -65,10 +61,9 @@ Thinking = Annotated[
 ]
 TrustRemoteCode = Annotated[
     bool,
-    typer.Option(
-        "--trust-remote-code", "--trust_remote_code", help="Run code that comes with the target, where it needs some."
-    ),
+    typer.Option("--trust-remote-code", help="Run code that comes with the target, where it needs some."),
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables or sentences.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text itself, without the chat template.")]
 
 

@@ -28,51 +28,55 @@ Temperature = Annotated[
     float | None, typer.Option("--temperature", min=0.0, help="0 decodes greedily. Default: 0.7; a server's own.")
 ]
 TopK = Annotated[
-    int | None, typer.Option("--top-k", "--top_k", min=1, help="Tokens to choose from. Default: 20; a server's own.")
+    int | None, typer.Option("--top-k", min=1, help="Tokens to choose from. Default: 20; a server's own.")
 ]
 TopP = Annotated[
     float | None,
-    typer.Option("--top-p", "--top_p", min=0.0, max=1.0, help="Nucleus in the top k. Default: 0.8; a server's own."),
+    typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus in the top k. Default: 0.8; a server's own."),
 ]
 ApiKey = Annotated[
     str | None,
-    typer.Option("--api-key", "--api_key", envvar="DSPARK_HF_API_KEY", help="The server's key, if it has one."),
+    typer.Option("--api-key", envvar="DSPARK_HF_API_KEY", help="The server's key, if it has one."),
 ]
-AskRefused = Annotated[
-    bool, typer.Option("--ask-refused", "--ask_refused", help="Ask again what the server refused in earlier runs.")
-]
+AskRefused = Annotated[bool, typer.Option("--ask-refused", help="Ask again what the server refused in earlier runs.")]
 EnableThinking = Annotated[
     bool | None, typer.Option("--enable-thinking/--no-thinking", help="The chat template's thinking switch.")
 ]
-MaxPromptTokens = Annotated[
-    int, typer.Option("--max-prompt-tokens", "--max_prompt_tokens", min=1, help="Longer prompts are left out.")
-]
+MaxPromptTokens = Annotated[int, typer.Option("--max-prompt-tokens", min=1, help="Longer prompts are left out.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Random seed. Default: 0; a server's own.")]
 
 
+Output = Annotated[Path, typer.Option("--output", "-o", help="JSON Lines file to write; continued if it exists.")]
+Prompts = Annotated[
+    list[Path] | None, typer.Option("--prompts", help="JSON Lines files of prompts (`messages` or `prompt`).")
+]
+Dataset = Annotated[
+    str | None, typer.Option("--dataset", help="Or a data set of the Hub with such a column (extra: train).")
+]
+SelfPrompts = Annotated[int, typer.Option("--self-prompts", min=0, help="Or so many prompts by the target itself.")]
+SelfPromptStart = Annotated[
+    list[str] | None, typer.Option("--self-prompt-start", help="Words such prompts begin with; repeatable.")
+]
+Server = Annotated[
+    str | None, typer.Option("--server", help="Base URL of an OpenAI-compatible server that runs the target.")
+]
+Concurrency = Annotated[int, typer.Option("--concurrency", min=1, help="Requests in flight at the server.")]
+Rows = Annotated[int, typer.Option("--rows", min=1, help="Answers written at once on this machine.")]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Answer so many prompts at most.")]
+
+
 def prepare_command(
-    output: Annotated[Path, typer.Option("--output", "-o", help="JSON Lines file to write; continued if it exists.")],
-    prompts: Annotated[
-        list[Path] | None, typer.Option("--prompts", help="JSON Lines files of prompts (`messages` or `prompt`).")
-    ] = None,
-    dataset: Annotated[
-        str | None, typer.Option("--dataset", help="Or a data set of the Hub with such a column (extra: train).")
-    ] = None,
-    self_prompts: Annotated[
-        int, typer.Option("--self-prompts", "--self_prompts", min=0, help="Or so many prompts by the target itself.")
-    ] = 0,
-    self_prompt_start: Annotated[
-        list[str] | None,
-        typer.Option("--self-prompt-start", "--self_prompt_start", help="Words such prompts begin with; repeatable."),
-    ] = None,
+    output: Output,
+    prompts: Prompts = None,
+    dataset: Dataset = None,
+    self_prompts: SelfPrompts = 0,
+    self_prompt_start: SelfPromptStart = None,
     target: Target = None,
     dtype: Dtype = "bfloat16",
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
-    server: Annotated[
-        str | None, typer.Option("--server", help="Base URL of an OpenAI-compatible server that runs the target.")
-    ] = None,
-    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="Requests in flight at the server.")] = 16,
+    server: Server = None,
+    concurrency: Concurrency = 16,
     api_key: ApiKey = None,
     ask_refused: AskRefused = False,
     max_new_tokens: MaxNewTokens = 256,
@@ -81,8 +85,8 @@ def prepare_command(
     top_p: TopP = None,
     seed: Seed = None,
     enable_thinking: EnableThinking = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Answers written at once on this machine.")] = 64,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Answer so many prompts at most.")] = None,
+    rows: Rows = 64,
+    limit: Limit = None,
     max_prompt_tokens: MaxPromptTokens = 512,
 ) -> None:
     """Let the target answer prompts: the data to train its draft on."""

@@ -26,11 +26,9 @@ def profile_command(
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     context_lengths: Annotated[
-        str, typer.Option("--context-lengths", "--context_lengths", help="Tokens of context, with commas: 128,1024.")
+        str, typer.Option("--context-lengths", help="Tokens of context, with commas: 128,1024.")
     ] = "256",
-    num_requests: Annotated[
-        int, typer.Option("--num-requests", "--num_requests", min=1, help="Texts of a batch; a power of two.")
-    ] = 1,
+    num_requests: Annotated[int, typer.Option("--num-requests", min=1, help="Texts of a batch; a power of two.")] = 1,
     repeats: Annotated[int, typer.Option("--repeats", min=2, help="Measurements per figure; medians are kept.")] = 15,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File to write. Default: where `generate` looks for it.")

@@ -247,65 +247,75 @@ def _add_plots() -> list[Any]:
     ]
 
 
-def _connect(session: Session, controls: _Controls, screen: _Screen) -> None:
-    run_state = gr.State(None)
-    unchanged = [gr.skip()] * len(screen.components)
+class _Handlers:
+    """What happens when a visitor presses a button."""
 
-    def prepare(run: _Run | None, *values: Any) -> list[Any]:
+    def __init__(self, session: Session, num_outputs: int):
+        self._session, self._unchanged = session, [gr.skip()] * num_outputs
+
+    def prepare(self, run: _Run | None, *values: Any) -> list[Any]:
+        """Check the settings and show an empty run."""
         if run is not None and not run.over:  # one run per visitor; the keyboard knows no disabled button
-            return [gr.skip(), *unchanged]
-        settings = _settings(*values, has_switch=session.pair.thinks is not None)
+            return [gr.skip(), *self._unchanged]
+        settings = _settings(*values, has_switch=self._session.pair.thinks is not None)
         try:
-            session.check(settings)
+            self._session.check(settings)
         except ValueError as error:
-            return [gr.skip(), rendering.error_line(str(error)), *unchanged[1:]]
-        return [_Run(settings), *_updates(session, Progress(settings))]
+            return [gr.skip(), rendering.error_line(str(error)), *self._unchanged[1:]]
+        return [_Run(settings), *_updates(self._session, Progress(settings))]
 
-    def admit(run: _Run | None) -> None:
+    def admit(self, run: _Run | None) -> None:
+        """Let a prepared run wait for the models."""
         if run is None or run.begun:
             raise gr.Error("Nothing to run.", visible=False, print_exception=False)
         run.begun = True
 
-    def stream(run: _Run) -> Iterator[list[Any]]:
+    def stream(self, run: _Run) -> Iterator[list[Any]]:
+        """Generate, and show the progress."""
         if run.over:  # stopped while it was queued
-            yield unchanged
+            yield self._unchanged
             return
         try:
-            with contextlib.closing(session.compare(run.settings, run.stop)) as steps:
+            with contextlib.closing(self._session.compare(run.settings, run.stop)) as steps:
                 for progress in steps:
                     before, run.latest = run.latest, progress
-                    yield _updates(session, progress, before)
+                    yield _updates(self._session, progress, before)
         except Exception:
             logger.exception("A comparison failed.")
-            yield broken_off(run, UNEXPECTED)
+            yield self.break_off(run, UNEXPECTED)
         finally:
             run.over = True
 
-    def stop(run: _Run | None) -> list[Any]:
+    def stop(self, run: _Run | None) -> list[Any]:
+        """End a run early."""
         if run is None or run.over:
-            return unchanged
+            return self._unchanged
         run.stop.set()
         if run.latest is not None:  # the stream says the rest, after what it has already sent
-            return [*unchanged[:-1], gr.update(interactive=False)]
+            return [*self._unchanged[:-1], gr.update(interactive=False)]
         run.over = True
-        return _updates(session, Progress(run.settings, stopped=True))
+        return _updates(self._session, Progress(run.settings, stopped=True))
 
-    def broken_off(run: _Run, message: str = NO_TURN) -> list[Any]:
+    def break_off(self, run: _Run, message: str = NO_TURN) -> list[Any]:
+        """Show that a run could not go on."""
         run.over = True
-        shown = _updates(session, replace(run.latest or Progress(run.settings), stopped=True))
+        shown = _updates(self._session, replace(run.latest or Progress(run.settings), stopped=True))
         return [rendering.error_line(message), *shown[1:]]
 
+
+def _connect(session: Session, controls: _Controls, screen: _Screen) -> None:
+    run_state, handlers = gr.State(None), _Handlers(session, len(screen.components))
     prepared = gr.on(
         [controls.run.click, controls.prompt.submit],
-        prepare,
+        handlers.prepare,
         [run_state, *controls.inputs],
         [run_state, *screen.components],
         **AT_ONCE,
     )
     # A separate step, so that a refused request does not queue for the models.
-    admitted = prepared.then(admit, run_state, None, **AT_ONCE)
+    admitted = prepared.then(handlers.admit, run_state, None, **AT_ONCE)
     streamed = admitted.success(
-        stream,
+        handlers.stream,
         run_state,
         screen.components,
         show_progress="minimal",
@@ -313,8 +323,8 @@ def _connect(session: Session, controls: _Controls, screen: _Screen) -> None:
         **MODELS,
         **PRIVATE,
     )
-    streamed.failure(broken_off, run_state, screen.components, **AT_ONCE)
-    controls.stop.click(stop, run_state, screen.components, **AT_ONCE)
+    streamed.failure(handlers.break_off, run_state, screen.components, **AT_ONCE)
+    controls.stop.click(handlers.stop, run_state, screen.components, **AT_ONCE)
 
 
 def _settings(

@@ -146,10 +146,7 @@ def diagnose(
         ['layer_ids_shifted']
     """
     prompts = list(DEFAULT_PROMPTS if prompts is None else prompts)
-    if not prompts:
-        raise ValueError("`prompts` must hold at least one prompt, got none.")
-    if max_new_tokens < 2:
-        raise ValueError(f"`max_new_tokens` must be >= 2, got {max_new_tokens}: the first token comes without drafts.")
+    _check_extent(prompts, max_new_tokens)
     say = on_progress if on_progress is not None else lambda _: None
     pair = Pair(target, draft, tokenizer, enable_thinking, raw)
     say("Reading configs and weights")
@@ -164,8 +161,18 @@ def diagnose(
             gain = measure_gain(pair, prompts, max_new_tokens, rounds, say)
             findings += judge_gain(gain, str(target.dtype).removeprefix("torch."), target.device.type)
     findings.sort(key=lambda finding: finding.severity != FAULT)
-    names = (model.config.name_or_path or type(model).__name__ for model in (target, draft))
-    return Diagnosis(*names, tuple(findings), probe, gain)
+    return Diagnosis(_name_of(target), _name_of(draft), tuple(findings), probe, gain)
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    return model.config.name_or_path or type(model).__name__
+
+
+def _check_extent(prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+    if not prompts:
+        raise ValueError("`prompts` must hold at least one prompt, got none.")
+    if max_new_tokens < 2:
+        raise ValueError(f"`max_new_tokens` must be >= 2, got {max_new_tokens}: the first token comes without drafts.")
 
 
 def _cannot_run(pair: Pair, findings: list[Finding]) -> list[Finding]:

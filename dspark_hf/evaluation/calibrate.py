@@ -72,13 +72,9 @@ def calibrate(
     """
     _check_draft(draft.config)
     fit_prompts, judged_prompts = _split(prompts, check_prompts)
-    slots = draft.config.num_draft_slots
-    collected = [
-        collect_full_blocks(
-            target, draft, tokenizer, part, max_new_tokens, num_answers, raw, generate_arguments, on_progress
-        )
-        for part in (fit_prompts, judged_prompts)
-    ]
+    slots, how = draft.config.num_draft_slots, (max_new_tokens, num_answers, raw, generate_arguments, on_progress)
+    parts = (fit_prompts, judged_prompts)
+    collected = [collect_full_blocks(target, draft, tokenizer, part, *how) for part in parts]
     fitted, check = (ConfidenceObservations.from_rounds(rounds, slots) for rounds in collected)
     report = calibration_report(fitted, check)
     everything = ConfidenceObservations.from_rounds([*collected[0], *collected[1]], slots)
@@ -89,12 +85,18 @@ def calibrate(
         "num_prompts": len(fit_prompts) + len(judged_prompts),
         "num_rounds": everything.num_rounds,
         "max_new_tokens": max_new_tokens,
-        "decoding": _decoding(generate_arguments or {}),
+    } | _circumstances(draft, generate_arguments or {})
+    return report
+
+
+def _circumstances(draft: DSparkDraftModel, generate_arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a calibration holds for."""
+    return {
+        "decoding": _decoding(generate_arguments),
         "dtype": str(draft.dtype).removeprefix("torch."),
         "versions": library_versions(),
         "date": datetime.date.today().isoformat(),
     }
-    return report
 
 
 def collect_full_blocks(
