@@ -85,8 +85,7 @@ def calibrate_command(
         with errors.status("Loading the models..."):
             model, draft_model, tokenizer = load_pair(target, draft, dtype, device, trust_remote_code)
         tokenizer = prompting_tokenizer(tokenizer, draft_model, enable_thinking, raw)
-        saves = output is not None or draft is not None  # the default draft belongs to the package
-        if saves:
+        if saves := output is not None or draft is not None:  # the default draft belongs to the package
             check_can_save(draft_model, output)
         torch.manual_seed(seed)
         with progress_bar() as progress:

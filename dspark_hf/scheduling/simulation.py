@@ -114,14 +114,9 @@ def replay(
         >>> report.num_tokens, report.num_verified, report.seconds
         (16, 24, 4.2)
     """
-    num_slots = _checked_slots(texts)
-    if num_requests < 1:
-        raise ValueError(f"`num_requests` must be >= 1, got {num_requests}.")
-    waiting = [
-        _Text(text, max_new_tokens, policy.new_history() if policy else AcceptanceHistory(num_slots))
-        for text in texts
-        if text
-    ]
+    num_slots = _checked_slots(texts, num_requests)
+    new_history = policy.new_history if policy else lambda: AcceptanceHistory(num_slots)
+    waiting = [_Text(text, max_new_tokens, new_history()) for text in texts if text]
     running, waiting = waiting[:num_requests], waiting[num_requests:]
     stats, seconds = AcceptanceStats(), 0.0
     while running:
@@ -201,8 +196,10 @@ def _drafts(
     return torch.minimum(lengths, limits).tolist(), True
 
 
-def _checked_slots(texts: Sequence[Sequence[RoundRecord]]) -> int:
+def _checked_slots(texts: Sequence[Sequence[RoundRecord]], num_requests: int) -> int:
     """The number of slots of the recorded blocks."""
+    if num_requests < 1:
+        raise ValueError(f"`num_requests` must be >= 1, got {num_requests}.")
     records = [record for text in texts for record in text]
     if not records:
         raise ValueError("`texts` must hold at least one record, got none. Record a text with every slot sent.")
