@@ -13,6 +13,7 @@ style:  ## Repair what ruff can repair
 quality:  ## What must be clean before a change is merged
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
 
 test:  ## The default suite, on the CPU
 	$(PYTHON) -m pytest

@@ -164,13 +164,15 @@ def default_draft_path() -> Path:
 
 
 def _floating_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
+    if dtype == "auto":
+        return dtype
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if dtype != "auto" and not (isinstance(resolved, torch.dtype) and resolved.is_floating_point):
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         raise ValueError(
             f"`dtype` must be a floating-point torch dtype, its name or 'auto', got {dtype!r}. Use torch.bfloat16, "
             f"torch.float16 or torch.float32."
         )
-    return dtype if dtype == "auto" else resolved
+    return resolved
 
 
 def _is_finished(path: Path) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 
 import torch
 import transformers
@@ -27,7 +28,7 @@ app = typer.Typer(
 )
 # Options are spelled with hyphens or, as transformers does, with underscores.
 SPELLING = {"token_normalize_func": lambda name: name.replace("_", "-")}
-for name, command in {
+COMMANDS: dict[str, Callable[..., None]] = {
     "compare": compare_command,
     "generate": generate_command,
     "eval": eval_command,
@@ -37,7 +38,8 @@ for name, command in {
     "doctor": doctor_command,
     "demo": demo_command,
     "convert": convert_command,
-}.items():
+}
+for name, command in COMMANDS.items():
     app.command(name, context_settings=SPELLING)(command)
 app.command(
     "train",

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -99,7 +99,7 @@ def prepare_command(
         check_output_file(output, "--output")
         if server is not None and not server.startswith(("http://", "https://")):
             raise ValueError(f"`--server` must begin with http:// or https://, got {server!r}.")
-        chosen = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+        chosen: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
         given = {name: value for name, value in chosen.items() if value is not None or server is not None}
         sampling = SamplingSettings(max_new_tokens, **given)
         with progress_bar(transient=False) as progress:

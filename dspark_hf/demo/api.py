@@ -6,6 +6,7 @@ Annotations are not postponed here: gradio reads those of the endpoints as they 
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import gradio as gr
@@ -38,7 +39,7 @@ def add_endpoints(session: Session) -> None:
         schedule: str | None = None,
         seed: int = 0,
         enable_thinking: bool | None = None,
-    ) -> dict[str, Any]:
+    ) -> Iterator[dict[str, Any]]:
         if max_new_tokens is None:
             max_new_tokens = min(DEFAULT_NEW_TOKENS, session.limits.max_new_tokens)
         settings = RunSettings(

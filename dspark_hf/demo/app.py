@@ -82,10 +82,11 @@ def build_demo(
     enable_thinking: bool | None = None,  # initial setting of the thinking switch, if the chat template has one
 ) -> gr.Blocks:
     """Build the app; nothing is served yet, and no state is kept outside of what is returned."""
-    given = [thing is not None for thing in (target, draft, tokenizer)]
-    if any(given) and not all(given):
+    if target is None and draft is None and tokenizer is None:
+        target, draft, tokenizer = load_default_pair()
+    if target is None or draft is None or tokenizer is None:
         raise ValueError("A pair is a target, its draft and the tokenizer, got only part of it. Give all, or none.")
-    pair = Pair(*((target, draft, tokenizer) if all(given) else load_default_pair()), enable_thinking)
+    pair = Pair(target, draft, tokenizer, enable_thinking)
     session = Session(pair, limits)
     with gr.Blocks(title="DSpark demo", analytics_enabled=False) as demo:
         gr.HTML(rendering.header(Path(pair.target.config.name_or_path or "target").name, _facts(pair)))
@@ -257,7 +258,7 @@ class _Handlers:
         """Check the settings and show an empty run."""
         if run is not None and not run.over:  # one run per visitor; the keyboard knows no disabled button
             return [gr.skip(), *self._unchanged]
-        settings = _settings(*values, has_switch=self._session.pair.thinks is not None)
+        settings = _settings(self._session.pair.thinks is not None, *values)
         try:
             self._session.check(settings)
         except ValueError as error:
@@ -328,7 +329,7 @@ def _connect(session: Session, controls: _Controls, screen: _Screen) -> None:
 
 
 def _settings(
-    prompt, mode, decoding, temperature, top_p, max_new_tokens, drafts, schedule, seed, thinking, has_switch
+    has_switch, prompt, mode, decoding, temperature, top_p, max_new_tokens, drafts, schedule, seed, thinking
 ) -> RunSettings:
     return RunSettings(
         prompt=prompt or "",
@@ -369,8 +370,8 @@ def _updates(session: Session, progress: Progress, before: Progress | None = Non
 def _charts(session: Session, progress: Progress) -> list[Any]:
     """The plots and the table of rounds: drawn at the end, since drawing would take time from the models."""
     rounds = progress.dspark.rounds if progress.dspark is not None else ()
-    ids = {token_id for record in rounds for token_id in (*record.token_ids, record.bonus_token)} - {None}
-    texts = {token_id: session.pair.tokenizer.decode([token_id]) for token_id in ids}
+    ids = {token_id for record in rounds for token_id in (*record.token_ids, record.bonus_token)}
+    texts = {token_id: session.pair.tokenizer.decode([token_id]) for token_id in ids if token_id is not None}
     if not rounds:
         return [None, None, None, rendering.rounds_table(progress, texts)]
     return [

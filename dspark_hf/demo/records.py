@@ -82,8 +82,8 @@ class Progress:
     @property
     def speedup(self) -> float | None:
         """DSpark's tokens per second over plain generation's, so far."""
-        rates = [side.tokens_per_s if side is not None else None for side in (self.plain, self.dspark)]
-        return rates[1] / rates[0] if all(rates) else None
+        plain, dspark = (side.tokens_per_s if side is not None else None for side in (self.plain, self.dspark))
+        return dspark / plain if plain and dspark else None
 
     @property
     def first_difference(self) -> int | None:

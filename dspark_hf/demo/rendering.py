@@ -52,13 +52,16 @@ def side_text(progress: Progress | None, with_draft: bool) -> str:
         return f'<div class="ds-text ds-empty">{hint}</div>'
     difference = progress.first_difference if progress is not None else None
     spans = "".join(_token(token, i == difference, with_draft) for i, token in enumerate(side.tokens))
-    caret = "" if side.finished or progress.phase == "stopped" else '<span class="ds-caret" aria-hidden="true"></span>'
+    is_over = side.finished or progress is None or progress.phase == "stopped"
+    caret = "" if is_over else '<span class="ds-caret" aria-hidden="true"></span>'
     return f'<div class="ds-text">{spans}{caret}</div>'
 
 
 def status_line(progress: Progress | None, dtype_name: str) -> str:
     """Which of the two is running, or how the comparison ended."""
-    phase = progress.phase if progress is not None else "idle"
+    if progress is None:
+        return _line("status", "idle", "idle", *PHASE_SENTENCES["idle"])
+    phase = progress.phase
     if phase == "done":
         tone, sentence = _verdict(progress, dtype_name)
         return _line("status", phase, tone, "Done", sentence)
@@ -73,7 +76,7 @@ def figures(progress: Progress | None) -> str:
     speedup = progress.speedup if progress is not None else None
     rates = [_number(side.tokens_per_s if side is not None else None, 1) for side in (plain, dspark)]
     times = "in tokens per second"
-    if speedup is not None:
+    if plain is not None and dspark is not None and speedup is not None:
         times = f"{plain.seconds:.1f} s without, {dspark.seconds:.1f} s with"
     cards = [
         _card("speedup", _speedup_title(progress), MISSING if speedup is None else f"{speedup:.2f}×", times),
@@ -186,7 +189,7 @@ def _visible(texts: dict[int, str], token_id: int) -> str:
 
 
 def _verdict(progress: Progress, dtype_name: str) -> tuple[str, str]:
-    num_tokens = len(progress.plain.tokens)
+    num_tokens = len(progress.plain.tokens) if progress.plain is not None else 0
     difference = progress.first_difference
     if not progress.settings.is_greedy:
         return "sampled", (

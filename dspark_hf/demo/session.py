@@ -7,7 +7,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,7 +97,7 @@ class Session:
             raise ValueError("The chat template of this target has no thinking switch. Leave it out.")
         return with_thinking(self.pair.tokenizer, asked)
 
-    def compare(self, settings: RunSettings, stop: threading.Event | None = None) -> Iterator[Progress]:
+    def compare(self, settings: RunSettings, stop: threading.Event | None = None) -> Generator[Progress, None, None]:
         """Generate without and then with the draft."""
         inputs = self.check(settings)
         stop = stop if stop is not None else threading.Event()
@@ -107,7 +107,7 @@ class Session:
                 break
             with contextlib.closing(self._side(inputs, settings, name == "dspark", stop)) as snapshots:
                 for side in snapshots:
-                    progress = replace(progress, **{name: side})
+                    progress = replace(progress, plain=side) if name == "plain" else replace(progress, dspark=side)
                     if not side.finished:
                         yield progress
         yield replace(progress, stopped=stop.is_set())
@@ -124,7 +124,7 @@ class Session:
 
     def _side(
         self, inputs: dict[str, torch.Tensor], settings: RunSettings, with_draft: bool, stop: threading.Event
-    ) -> Iterator[Side]:
+    ) -> Generator[Side, None, None]:
         """Snapshots of one `generate` call in a thread; the last one is finished."""
         steps: queue.SimpleQueue[_Step | BaseException] = queue.SimpleQueue()
         arguments = (inputs, settings, with_draft, stop, steps)
@@ -198,7 +198,7 @@ class _StopRequested(StoppingCriteria):
     def __init__(self, stop: threading.Event):
         self._stop = stop
 
-    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.BoolTensor:  # noqa: ARG002
+    def __call__(self, input_ids: torch.LongTensor, scores: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ARG002
         return torch.full((input_ids.shape[0],), self._stop.is_set(), dtype=torch.bool, device=input_ids.device)
 
 
@@ -236,7 +236,7 @@ def _after(side: Side, steps: list[_Step], decoder: _PieceDecoder) -> Side:
 
 def _gather(steps: queue.SimpleQueue, seconds: float) -> list[_Step]:
     """At least one step, and those of the next `seconds`; an error of the thread is raised here."""
-    gathered = []
+    gathered: list[_Step] = []
     deadline = time.monotonic() + seconds
     while True:
         try:

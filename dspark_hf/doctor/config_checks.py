@@ -85,7 +85,7 @@ def _layer_ids(pair: Pair) -> Iterator[Finding]:
 
 
 def _mask_token(pair: Pair) -> Iterator[Finding]:
-    mask, embedding = pair.config.mask_token_id, pair.target.get_input_embeddings()
+    mask, embedding = int(pair.config.mask_token_id or 0), pair.target.get_input_embeddings()  # the draft has one
     num_rows = getattr(embedding, "num_embeddings", pair.text_config.vocab_size)
     if mask >= num_rows:
         yield Finding(
@@ -98,7 +98,7 @@ def _mask_token(pair: Pair) -> Iterator[Finding]:
         return
     weight = getattr(embedding, "weight", None)
     is_readable = weight is not None and weight.device.type != "meta" and weight.is_floating_point()
-    if is_readable and not weight[mask].any():
+    if weight is not None and is_readable and not weight[mask].any():
         yield Finding(
             "mask_row_zero",
             ADVICE,

@@ -7,7 +7,7 @@ Legend: d hidden, V target vocabulary, D draft vocabulary (= V unless reduced).
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from . import formats
 from .configuration_draft import DraftConfig
 from .pretrained import load_checked, save_with_knobs
 from .target_binding import TargetBinding, bind
+
+
+Draft = TypeVar("Draft", bound="DraftModel")
 
 
 class DraftModel(PreTrainedModel):
@@ -57,6 +60,13 @@ class DraftModel(PreTrainedModel):
             self.lm_head = nn.Linear(self.config.hidden_size, size, bias=False)
             self.register_buffer("d2t", torch.zeros(size, dtype=torch.long))
         self.post_init()
+
+    @property
+    def own_head(self) -> nn.Linear:
+        """The LM head of a reduced vocabulary."""
+        if self.lm_head is None:
+            raise ValueError("A draft over its target's whole vocabulary has no LM head of its own.")
+        return self.lm_head
 
     def get_input_embeddings(self) -> None:
         """None: the embedding is the target's."""
@@ -103,8 +113,12 @@ class DraftModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike, *model_args: Any, config: Any = None, **kwargs: Any
-    ) -> DraftModel:
+        cls: type[Draft],
+        pretrained_model_name_or_path: str | os.PathLike,
+        *model_args: Any,
+        config: Any = None,
+        **kwargs: Any,
+    ) -> Draft:
         """Load a draft, from the Hub or a folder: our own layout, or a published one of its kind.
 
         Arguments are those of `PreTrainedModel.from_pretrained` (`dtype`, `device_map`, `revision`, `token`, ...), and

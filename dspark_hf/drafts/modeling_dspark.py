@@ -197,7 +197,7 @@ class DSparkGemma4DecoderLayer(DSparkDecoderLayer):
         return (hidden_states + self.post_feedforward_layernorm(outputs)) * self.layer_scalar
 
 
-def rms_norm(config: DSparkConfig, width: int) -> nn.Module:
+def rms_norm(config: DSparkConfig, width: int) -> nn.RMSNorm | Qwen3RMSNorm:
     """The RMS norm of a draft's layer kind; Qwen3's rounds before it multiplies by the weight, Gemma 4's after."""
     norm_class = nn.RMSNorm if config.layer_kind == "gemma4" else Qwen3RMSNorm
     return norm_class(width, eps=config.rms_norm_eps)

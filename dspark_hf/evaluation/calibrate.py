@@ -154,9 +154,11 @@ def save_calibration(draft: DSparkDraftModel, output: str | os.PathLike | None =
     if draft.config.confidence_temperatures is None:
         raise RuntimeError("The draft has no `confidence_temperatures` to save. Call `calibrate` first.")
     own_folder = check_can_save(draft, output)
-    if output is not None and own_folder != Path(output).resolve():
+    if output is not None and (own_folder is None or own_folder != Path(output).resolve()):
         draft.save_pretrained(output)
         return Path(output)
+    if own_folder is None:
+        raise ValueError("The draft has no folder that can take a calibration. Pass `output`.")
     # Only these fields: loading may have changed others, the dtype for example.
     stored = DSparkConfig.from_pretrained(own_folder)
     for name in CALIBRATION_FIELDS:

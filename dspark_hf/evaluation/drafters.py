@@ -79,19 +79,19 @@ def parse_drafter(text: str) -> Drafter:
     head, *knobs = text.split(",")
     kind, _, path = head.partition(":")
     name, named, kind = kind.rpartition("=")
-    kind, path = kind.strip(), path.strip() or None
+    kind, path = kind.strip(), path.strip()
     if kind not in KINDS:
         raise ValueError(
             f"A drafter is `[NAME=]KIND[:PATH][,KNOB=VALUE...]` with a KIND of {', '.join(KINDS)}, got {text!r}."
         )
-    if KINDS[kind] and path is None:
+    if KINDS[kind] and not path:
         raise ValueError(f"The drafter {text!r} names no model. Write `{kind}:FOLDER` or `{kind}:HUB_ID`.")
-    if path is not None and kind not in TAKES_PATH:
+    if path and kind not in TAKES_PATH:
         raise ValueError(f"A drafter of the kind {kind} loads no model, got {path!r}. Remove the path.")
     if named and not name.strip():
         raise ValueError(f"A drafter's name must not be empty, got {text!r}.")
-    default_name = f"{kind} {Path(path).name}" if path is not None else kind
-    return Drafter(name.strip() or default_name, kind, path, tuple(_parse_knob(kind, knob) for knob in knobs))
+    default_name = f"{kind} {Path(path).name}" if path else kind
+    return Drafter(name.strip() or default_name, kind, path or None, tuple(_parse_knob(kind, knob) for knob in knobs))
 
 
 def _parse_knob(kind: str, text: str) -> tuple[str, Any]:
@@ -106,7 +106,7 @@ def _parse_knob(kind: str, text: str) -> tuple[str, Any]:
         raise ValueError(f"The knob `{name}` takes {convert.__name__}, got {value!r}.") from error
 
 
-def default_drafters(drafts: Sequence[str]) -> list[Drafter]:
+def default_drafters(drafts: Sequence[str | None]) -> list[Drafter]:
     """The drafters compared by default: prompt lookup, and each draft with its own schedule and with every slot sent
     (which the figures of its confidences need).
     """
@@ -195,7 +195,7 @@ def _load_lookup(drafter: Drafter, _loading: _Loading) -> LoadedDrafter:
 
 def _load_assistant(drafter: Drafter, loading: _Loading) -> LoadedDrafter:
     target, key = loading.target, (ASSISTANT, drafter.path)
-    source = find_target(drafter.path, loading.trust_remote_code)
+    source = find_target(_path_of(drafter), loading.trust_remote_code)
     if key not in loading.models:
         loading.models[key] = load_target_model(source, target.dtype).to(target.device)
     assistant = loading.models[key]
@@ -204,6 +204,12 @@ def _load_assistant(drafter: Drafter, loading: _Loading) -> LoadedDrafter:
     if sizes[0] != sizes[1]:
         arguments |= {"tokenizer": loading.tokenizer, "assistant_tokenizer": load_target_tokenizer(source)}
     return LoadedDrafter(drafter, arguments, assistant, _knobs(assistant, drafter))
+
+
+def _path_of(drafter: Drafter) -> str:
+    if drafter.path is None:
+        raise ValueError(f"A drafter of the kind {drafter.kind} names a model. Write `{drafter.kind}:FOLDER`.")
+    return drafter.path
 
 
 def _load_mtp(drafter: Drafter, loading: _Loading) -> LoadedDrafter:
@@ -221,7 +227,7 @@ def _load_dflash(drafter: Drafter, loading: _Loading) -> LoadedDrafter:
     _require_generation_option("speculation_type")
     target, key = loading.target, (DFLASH, drafter.path)
     if key not in loading.models:
-        source = find_source(drafter.path)
+        source = find_source(_path_of(drafter))
         loading.models[key] = AutoModel.from_pretrained(source, dtype=target.dtype).to(target.device).eval()
     assistant = loading.models[key]
     needed = ("target_layer_ids", "block_size", "mask_token_id")

@@ -79,10 +79,7 @@ class Run:
         """Read a line of the file."""
         try:
             values = {entry.name: row[entry.name] for entry in fields(cls)}
-            rounds = tuple(
-                RoundRecord(**{name: tuple(v) if isinstance(v, list) else v for name, v in record.items()})
-                for record in values["rounds"]
-            )
+            rounds = tuple(_round_of(record) for record in values["rounds"])
             blocks = tuple(tuple(block) for block in values["blocks"])
             return cls(**(values | {"blocks": blocks, "times_s": tuple(values["times_s"]), "rounds": rounds}))
         except (KeyError, TypeError, AttributeError) as error:
@@ -174,3 +171,9 @@ def observed_rounds(
             )
         )
     return records
+
+
+def _round_of(record: dict[str, Any]) -> RoundRecord:
+    """A round from JSON's types."""
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in record.items()}
+    return RoundRecord(**values)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..common.plots import check_can_plot, save_figure
 from ..scheduling.calibration import CalibrationReport
@@ -43,6 +43,6 @@ def save_reliability_plot(report: CalibrationReport, path: str | os.PathLike) ->
     return save_figure(figure, path)
 
 
-def _draw(axes: Axes, bins: Sequence[ReliabilityBin], style: dict[str, str]) -> None:
+def _draw(axes: Axes, bins: Sequence[ReliabilityBin], style: dict[str, Any]) -> None:
     points = [(entry.mean_prediction, entry.observed_rate) for entry in bins]
     axes.plot(*zip(*points, strict=True), markersize=4, linewidth=1, **style)

@@ -203,9 +203,9 @@ def speedup_by_length(
         sums, num_answers = [], 0
         for runs in by_question.values():
             pairs = [(recording.plain(run).seconds_to(length), run.seconds_to(length)) for run in runs]
-            pairs = [pair for pair in pairs if None not in pair]
-            num_answers += len(pairs)
-            sums += [np.sum(pairs, axis=0)] if pairs else []
+            known = [(plain, own) for plain, own in pairs if plain is not None and own is not None]
+            num_answers += len(known)
+            sums += [np.sum(known, axis=0)] if known else []
         if num_answers:
             found.append(LengthSpeedup(task, decoding, drafter, length, num_answers, bootstrap(_array(sums))))
     whole = bootstrap(_array([_speed_sums(recording, q) for q in by_question.values()]), ratio_of_ratios)

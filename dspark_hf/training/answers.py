@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,7 @@ def write_self_prompts(
     header, end_tokens = user_turn(target, tokenizer)
     file = DataFile(output, settings)
     # Another stream than the first run's, or a resumed run would write the same prompts again.
-    sampling = SamplingSettings(**(asdict(settings.sampling) | {"seed": settings.sampling.seed + len(file.keys)}))
+    sampling = replace(settings.sampling, seed=(settings.sampling.seed or 0) + len(file.keys))
     encoded = {start: tuple(tokenizer(header + start, add_special_tokens=False)["input_ids"]) for start in starts}
     wanted, added = num_prompts - len(file.keys), 0
     for _ in range(min(num_prompts, len(file.keys))):

@@ -93,8 +93,8 @@ def _encoded(
     end_ids: Collection[int],
 ) -> TrainingSequence:
     if "prompt_ids" in row and "answer_ids" in row:
-        prompt, answer = _token_ids(row, "prompt_ids"), _token_ids(row, "answer_ids")
-        return TrainingSequence((*prompt, *answer), len(prompt))
+        prompt_ids, answer_ids = _token_ids(row, "prompt_ids"), _token_ids(row, "answer_ids")
+        return TrainingSequence((*prompt_ids, *answer_ids), len(prompt_ids))
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages or not is_answer(messages[-1]):
         raise ValueError(

@@ -89,7 +89,7 @@ class FeatureCache(Dataset):
         self.folder, self.dataset, self.shard_size = Path(folder), dataset, shard_size
         self.folder.mkdir(parents=True, exist_ok=True)
         sequences = json.dumps([[q.input_ids, q.num_prompt_tokens] for q in dataset.sequences])
-        self.identity = {
+        self.identity: dict[str, Any] = {
             "target": target_fingerprint(target),
             "weights": _weights_digest(target),
             "config": _config_fields(target),

@@ -6,7 +6,8 @@ Legend: b batch, s sequence, n anchors, g block_size, N slots that count, d hidd
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -31,6 +32,33 @@ class SlotSums:
         return SlotSums(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
 
+@dataclass(frozen=True)
+class SlotBatch:
+    """Slots that count, of all blocks of a batch."""
+
+    hidden: torch.Tensor  # [N, d], after the final norm
+    last_hidden: torch.Tensor  # [N, d], the target's
+    labels: torch.Tensor  # [N]
+    weights: torch.Tensor  # [N], fp32
+    bias_features: torch.Tensor | None  # [N, r]; None without a sequential head
+    confidence_logits: torch.Tensor | None  # [N]; None without a confidence head
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors that have a gradient."""
+        found = (self.hidden, self.bias_features, self.confidence_logits)
+        return [tensor for tensor in found if tensor is not None]
+
+    def leaves(self, part: slice, needs_gradient: bool) -> SlotBatch:
+        """Some of the slots, their inputs cut off from the graph before them."""
+        rows = {field.name: getattr(self, field.name) for field in fields(self)}
+        rows = {name: tensor if tensor is None else tensor[part] for name, tensor in rows.items()}
+        for name in ("hidden", "bias_features", "confidence_logits"):
+            if rows[name] is not None:
+                rows[name] = rows[name].detach().requires_grad_(needs_gradient)
+        return SlotBatch(**rows)
+
+
 def draft_blocks(
     draft: torch.nn.Module,
     binding: TargetBinding,
@@ -39,10 +67,10 @@ def draft_blocks(
     blocks: AnchorBlocks,
 ) -> torch.Tensor:  # [b, n, g, d], slots after the final norm
     """The parallel stage over all blocks of a batch."""
-    config = getattr(draft, "module", draft).config
+    plain: Any = getattr(draft, "module", draft)  # of a draft that several processes train
+    config, dtype = plain.config, plain.fc.weight.dtype
     b, s = input_ids.shape
     ids = block_input_ids(input_ids, blocks, config.mask_token_id)
-    dtype = getattr(draft, "module", draft).fc.weight.dtype
     masks = {"full_attention": block_attention_mask(blocks, s)}
     if config.sliding_window is not None:
         masks["sliding_attention"] = block_attention_mask(
@@ -99,15 +127,15 @@ class BlockObjective:
             confidence_logits = self.draft.confidence_head(hidden, embeddings)[mask]
         at = (blocks.positions.unsqueeze(-1) + slots).clamp(max=input_ids.shape[1] - 1)
         rows = torch.arange(at.shape[0], device=at.device)[:, None, None].expand_as(at)
-        columns = {
-            "hidden": hidden[mask],
-            "bias_features": bias_features[mask] if bias_features is not None else None,
-            "last_hidden": features.last_hidden_states[rows[mask], at[mask]],
-            "labels": blocks.label_ids[mask],
-            "weights": decay_weights(g, self.loss_decay).to(mask.device).expand_as(mask)[mask],
-            "confidence_logits": confidence_logits,
-        }
-        total, sums, rates, ratios = self._in_chunks(columns)
+        batch = SlotBatch(
+            hidden=hidden[mask],
+            last_hidden=features.last_hidden_states[rows[mask], at[mask]],
+            labels=blocks.label_ids[mask],
+            weights=decay_weights(g, self.loss_decay).to(mask.device).expand_as(mask)[mask],
+            bias_features=bias_features[mask] if bias_features is not None else None,
+            confidence_logits=confidence_logits,
+        )
+        total, sums, rates, ratios = self._in_chunks(batch)
         return total, sums, self._slot_sums(mask, rates, ratios, confidence_logits)
 
     def _head_features(
@@ -124,40 +152,35 @@ class BlockObjective:
             features.append(feature)
         return embeddings, torch.stack(features, dim=2)
 
-    def _in_chunks(
-        self, columns: dict[str, torch.Tensor | None]
-    ) -> tuple[torch.Tensor, LossSums, torch.Tensor, torch.Tensor]:
-        rows = [name for name in _WITH_GRADIENT if columns[name] is not None]
+    def _in_chunks(self, batch: SlotBatch) -> tuple[torch.Tensor, LossSums, torch.Tensor, torch.Tensor]:
         heads = (getattr(self.draft.markov_head, "markov_w2", None), getattr(self.draft, "lm_head", None))
         weights = [w for head in heads if head is not None for w in head.parameters() if w.requires_grad]
         # Every weight is an input, also where no slot counts: it takes part in the graph on every process.
-        outputs = _GradientAhead.apply(self, columns, rows, weights, *(columns[name] for name in rows), *weights)
+        outputs = _GradientAhead.apply(self, batch, weights, *batch.inputs, *weights)
         total, *terms, rates, ratios = outputs
         return total, LossSums(*terms), rates, ratios
 
-    def chunk(
-        self, columns: dict[str, torch.Tensor | None]
-    ) -> tuple[torch.Tensor, LossSums, torch.Tensor, torch.Tensor]:
+    def chunk(self, batch: SlotBatch) -> tuple[torch.Tensor, LossSums, torch.Tensor, torch.Tensor]:
         """The total, its terms, and the acceptance of each slot of a chunk.
 
         Returns total, `LossSums`, acceptance rates [N], and min(1, q / p) of the labels [N].
         """
-        labels = columns["labels"]
-        logits = self.draft.base_logits(columns["hidden"], self.binding)
-        if columns["bias_features"] is not None:
-            logits = logits + self.draft.markov_head.markov_w2(columns["bias_features"])
+        labels, head = batch.labels, self.draft.markov_head
+        logits = self.draft.base_logits(batch.hidden, self.binding)
+        if head is not None:
+            logits = logits + head.markov_w2(batch.bias_features)
         with torch.no_grad():
-            target_probs = torch.softmax(self.binding.logits(columns["last_hidden"]).float(), dim=-1)
+            target_probs = torch.softmax(self.binding.logits(batch.last_hidden).float(), dim=-1)
             p_label = target_probs.gather(-1, labels[:, None]).squeeze(-1)
             label_ids, known, left_out = labels, torch.ones_like(labels, dtype=torch.bool), None
-            if self.kept_ids is not None:
+            if self.kept_ids is not None and self.to_draft_ids is not None:
                 target_probs = target_probs[:, self.kept_ids]
                 left_out = (1 - target_probs.sum(dim=-1)).clamp(min=0)
                 label_ids = self.to_draft_ids[labels]
                 known = label_ids >= 0
                 label_ids = label_ids.clamp(min=0)
         sums, rates, q_label = slot_losses(
-            logits, target_probs, label_ids, known, columns["weights"], columns["confidence_logits"], left_out
+            logits, target_probs, label_ids, known, batch.weights, batch.confidence_logits, left_out
         )
         # P(this very token was an accepted draft), given that the target's text holds it: min(1, q / p).
         ratios = (q_label / p_label.clamp(min=torch.finfo(torch.float32).tiny)).clamp(max=1.0)
@@ -186,28 +209,23 @@ class BlockObjective:
         )
 
 
-_WITH_GRADIENT = ("hidden", "bias_features", "confidence_logits")
-
-
 class _GradientAhead(torch.autograd.Function):
     """Total, terms and rates of all slots, chunk by chunk, and the total's gradient while a chunk's logits exist."""
 
     @staticmethod
-    def forward(ctx, objective, columns, rows, weights, *inputs):
+    def forward(ctx, objective, batch, weights, *inputs):
         needs_gradient = any(ctx.needs_input_grad)
         grads = [torch.zeros_like(x) for x in inputs] if needs_gradient else []
-        scalars = [columns["weights"].new_zeros(()) for _ in range(5)]  # five tensors: only the first has a gradient
-        rates, ratios = [columns["weights"][:0]], [columns["weights"][:0]]
-        for begin in range(0, columns["labels"].shape[0], objective.chunk_size):
+        scalars = [batch.weights.new_zeros(()) for _ in range(5)]  # five tensors: only the first has a gradient
+        rates, ratios, num_rows = [batch.weights[:0]], [batch.weights[:0]], len(batch.inputs)
+        for begin in range(0, batch.labels.shape[0], objective.chunk_size):
             part = slice(begin, begin + objective.chunk_size)
-            chunk = {name: column[part] if column is not None else None for name, column in columns.items()}
-            for name in rows:
-                chunk[name] = chunk[name].detach().requires_grad_(needs_gradient)
+            chunk = batch.leaves(part, needs_gradient)
             with torch.set_grad_enabled(needs_gradient):
                 total, terms, chunk_rates, chunk_ratios = objective.chunk(chunk)
             if needs_gradient:
-                found = torch.autograd.grad(total, [*(chunk[name] for name in rows), *weights], allow_unused=True)
-                places = [*(grad[part] for grad in grads[: len(rows)]), *grads[len(rows) :]]
+                found = torch.autograd.grad(total, [*chunk.inputs, *weights], allow_unused=True)
+                places = [*(grad[part] for grad in grads[:num_rows]), *grads[num_rows:]]
                 for place, grad in zip(places, found, strict=True):
                     if grad is not None:  # a confidence of weight 0
                         place += grad
@@ -222,4 +240,4 @@ class _GradientAhead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_total, *_):
-        return None, None, None, None, *(grad * grad_total for grad in ctx.grads)
+        return None, None, None, *(grad * grad_total for grad in ctx.grads)

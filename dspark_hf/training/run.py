@@ -187,7 +187,7 @@ def new_draft(
 ) -> DSparkDraftModel:  # fp32, on the CPU
     """A fresh draft for a target, with the starting values asked for."""
     if arguments.init_from is not None:
-        return _earlier_draft(target, tokenizer, sequences, arguments)
+        return _earlier_draft(target, tokenizer, sequences, arguments, arguments.init_from)
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     mask_token_id = arguments.mask_token_id
     if mask_token_id is None:
@@ -207,7 +207,7 @@ def new_draft(
     draft = DSparkDraftModel(config)
     if config.draft_vocab_size is not None:
         copy_target_head(draft, target, _kept_ids(target, tokenizer, sequences, config.draft_vocab_size))
-        draft.lm_head.requires_grad_(arguments.train_lm_head)
+        draft.own_head.requires_grad_(arguments.train_lm_head)
     if arguments.target_layer_start:
         start_from_target_layers(draft, target)
     else:
@@ -222,8 +222,9 @@ def _earlier_draft(
     tokenizer: PreTrainedTokenizerBase,
     sequences: list[TrainingSequence],
     arguments: DraftArguments,
+    source: str,
 ) -> DSparkDraftModel:
-    draft = DSparkDraftModel.from_pretrained(arguments.init_from, dtype=torch.float32)
+    draft = DSparkDraftModel.from_pretrained(source, dtype=torch.float32)
     draft.bind_target(target)  # refuses another target's draft
     wanted, found = arguments.draft_vocab_size, draft.config.draft_vocab_size
     if wanted is not None and found is None:

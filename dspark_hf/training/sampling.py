@@ -63,11 +63,11 @@ class SamplingSettings:
     @property
     def processors(self) -> LogitsProcessorList:
         """`LogitsProcessorList`: What `generate` would prepare for these options, and nothing else."""
-        if self.temperature == 0:
-            return LogitsProcessorList()
-        found = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature)), TopKLogitsWarper(self.top_k)])
-        if self.top_p < 1:
-            found.append(TopPLogitsWarper(self.top_p))
+        found = LogitsProcessorList()
+        if self.temperature:
+            found += [TemperatureLogitsWarper(float(self.temperature)), TopKLogitsWarper(self.top_k)]
+            if self.top_p is not None and self.top_p < 1:
+                found.append(TopPLogitsWarper(self.top_p))
         return found
 
 
@@ -105,11 +105,11 @@ def sample_answers(
     criteria = StoppingCriteriaList([MaxLengthCriteria(settings.max_new_tokens)])
     if end_token_ids:
         criteria.append(EosTokenCriteria(sorted(end_token_ids)))
-    config = GenerationConfig(do_sample=settings.temperature > 0, max_length=settings.max_new_tokens)
+    config = GenerationConfig(do_sample=bool(settings.temperature), max_length=settings.max_new_tokens)
     factory = RequestFactory(settings.processors, criteria, config, padded_length=0)  # lengths are those of answers
     queue = WaitingRequests(waiting(), num_rows)
     requests = tuple(factory.one(*numbered) for numbered in queue.take(0))
-    generator = torch.Generator(target.device).manual_seed(settings.seed)
+    generator = torch.Generator(target.device).manual_seed(settings.seed or 0)
     call = Call(requests, NoDraft(), PackedRunner(target, requests, {}), factory, queue, generator)
     with call.runner.running(), contextlib.closing(Loop(call).run()) as rounds:
         for request, _ in rounds:

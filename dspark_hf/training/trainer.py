@@ -201,7 +201,8 @@ class DSparkTrainer(Trainer):
         if not batch_samples:
             return None
         weights = decay_weights(self.draft.config.num_draft_slots, self.args.loss_decay)
-        total = sum((self.blocks_of(batch, self._epoch).label_mask.cpu() * weights).sum() for batch in batch_samples)
+        masks = (self.blocks_of(batch, self._epoch).label_mask.cpu() for batch in batch_samples)
+        total = torch.stack([(mask * weights).sum() for mask in masks]).sum()
         return self.accelerator.gather(total.to(device).reshape(1)).sum()
 
     def compute_loss(
@@ -240,7 +241,8 @@ class DSparkTrainer(Trainer):
         """The loss of an evaluation batch; the figures come with the log."""
         inputs = self._without_repeats(self._prepare_inputs(inputs))
         with torch.no_grad():
-            return self.compute_loss(model, inputs).detach(), None, None
+            loss, _ = self.compute_loss(model, inputs, return_outputs=True)
+        return loss.detach(), None, None
 
     def _without_repeats(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Several processes fill up their last batch with rows from the start: these count nothing."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -21,8 +22,8 @@ def copy_target_head(draft: DSparkDraftModel, target: PreTrainedModel, kept_ids:
     """Give a draft with a reduced vocabulary its map, and the target's LM-head rows of it."""
     ids = torch.tensor(kept_ids, device=draft.d2t.device)
     draft.d2t.copy_(ids - torch.arange(len(kept_ids), device=ids.device))
-    rows = target.get_output_embeddings().weight[ids.to(target.device)]
-    draft.lm_head.weight.copy_(rows.to(draft.lm_head.weight))
+    weight = draft.own_head.weight
+    weight.copy_(target.get_output_embeddings().weight[ids.to(target.device)].to(weight))
 
 
 @torch.no_grad()
@@ -118,9 +119,7 @@ def start_from_target_layers(draft: DSparkDraftModel, target: PreTrainedModel) -
     draft.fc.weight.copy_(torch.eye(hidden).repeat(1, taps).to(draft.fc.weight) / taps)
 
 
-def _layers_of_the_drafts_kind(
-    draft: DSparkDraftModel, target: PreTrainedModel
-) -> tuple[list[torch.nn.Module], torch.nn.Module]:
+def _layers_of_the_drafts_kind(draft: DSparkDraftModel, target: PreTrainedModel) -> tuple[list[torch.nn.Module], Any]:
     """As many of the target's last layers as the draft has, and its final norm, if what is copied means the same."""
     decoder, count = decoder_of(target), len(draft.layers)
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
@@ -147,7 +146,7 @@ def _is_of_kind(source: torch.nn.Module, layer: torch.nn.Module) -> bool:
     return not other_norms and not missing
 
 
-def _scales_by_its_weight(norm: torch.nn.Module | None) -> bool:
+def _scales_by_its_weight(norm: Any) -> bool:
     """Whether a norm is an RMS norm whose weights are factors."""
     weight = getattr(norm, "weight", None)
     return weight is not None and torch.allclose(norm(torch.ones_like(weight)[None])[0], weight, rtol=1e-2, atol=1e-3)
