@@ -21,9 +21,9 @@ import transformers
 
 import dspark_hf
 from dspark_hf.common.prompts import BUILTIN_PROMPTS, Prompt, read_prompts
-from dspark_hf.common.records import AcceptanceStats
 from dspark_hf.decoding.criterion import SCHEDULES
 from dspark_hf.evaluation.compare import PromptComparison, compare, summarize
+from dspark_hf.evaluation.timed import totals
 
 
 HEADINGS = (
@@ -70,7 +70,7 @@ def row(name: str, repeats: list[list[PromptComparison]]) -> tuple[str, ...]:
     """One table row from the same prompts in every repeat."""
     pools = [summarize(results, name) for results in repeats]
     results = [result for repeat in repeats for result in repeat]
-    stats = AcceptanceStats([record for result in results for record in result.dspark.stats.rounds])
+    stats = totals(result.dspark for result in results).stats
     speedups = [pool.speedup for pool in pools]
     plain_step_ms = 1e3 / statistics.median(pool.plain_tokens_per_s for pool in pools)
     return (

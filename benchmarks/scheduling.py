@@ -18,7 +18,7 @@ import argparse
 import json
 import platform
 import statistics
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ import transformers
 import dspark_hf
 from dspark_hf.common.chat_tokens import encode_prompt
 from dspark_hf.common.prompts import BUILTIN_PROMPTS, Prompt, read_prompts
-from dspark_hf.common.records import AcceptanceStats, collect_rounds
+from dspark_hf.evaluation.timed import TimedAnswer, Totals, timed_generate, totals
 from dspark_hf.profiling import profile_for
 
 
@@ -49,9 +49,7 @@ class Run:
     policy: str
     domain: str
     repeat: int
-    num_tokens: int
-    seconds: float
-    stats: AcceptanceStats
+    answer: TimedAnswer
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -87,15 +85,12 @@ def run(target, draft, inputs, policy: Policy, domain: str, repeat: int, max_new
     draft.generation_config.num_assistant_tokens = policy.num_tokens
     draft.generation_config.assistant_confidence_threshold = policy.threshold
     assistant = {} if policy.schedule is None else {"assistant_model": draft}
-    start = time.perf_counter()
-    with collect_rounds() as stats:
-        sequence = target.generate(**inputs, **assistant, do_sample=False, max_new_tokens=max_new_tokens)
-    num_tokens = sequence.shape[1] - inputs["input_ids"].shape[1]
-    return Run(policy.name, domain, repeat, num_tokens, time.perf_counter() - start, stats)
+    arguments = {**assistant, "do_sample": False, "max_new_tokens": max_new_tokens}
+    return Run(policy.name, domain, repeat, timed_generate(target, inputs, arguments))
 
 
-def speed(runs: list[Run]) -> float:
-    return sum(r.num_tokens for r in runs) / sum(r.seconds for r in runs)
+def pooled(runs: Iterable[Run]) -> Totals:
+    return totals(run.answer for run in runs)
 
 
 def row(name: str, runs: list[Run], domains: list[str]) -> list[str]:
@@ -106,13 +101,12 @@ def row(name: str, runs: list[Run], domains: list[str]) -> list[str]:
         ratios = []
         for repeat in sorted({r.repeat for r in chosen}):
             here = [r for r in chosen if r.repeat == repeat]
-            ratios.append(
-                speed([r for r in here if r.policy == name]) / speed([r for r in here if r.policy == "plain"])
-            )
+            ours, plain = (pooled(r for r in here if r.policy == policy) for policy in (name, "plain"))
+            ratios.append(ours.tokens_per_s / plain.tokens_per_s)
         spread = f" ({min(ratios):.2f}-{max(ratios):.2f})" if len(ratios) > 1 else ""
         cells.append(f"{statistics.median(ratios):.2f}{spread}")
-    stats = AcceptanceStats([record for r in runs if r.policy == name for record in r.stats.rounds])
-    if not stats.rounds:
+    stats = pooled(r for r in runs if r.policy == name).stats
+    if name == "plain":
         return [*cells, "1.00", "1.00", "0.00", "-"]
     skipped = f"{stats.num_skipped / stats.num_rounds:.0%}"
     figures = (stats.accepted_length, stats.verified_per_token, stats.mean_verify_length)
@@ -164,7 +158,13 @@ def main() -> None:
         print_row(row(policy.name, runs, domains))
     if arguments.json is not None:
         as_dicts = [
-            {"policy": r.policy, "domain": r.domain, "repeat": r.repeat, "tokens": r.num_tokens, "seconds": r.seconds}
+            {
+                "policy": r.policy,
+                "domain": r.domain,
+                "repeat": r.repeat,
+                "tokens": len(r.answer.token_ids),
+                "seconds": r.answer.seconds,
+            }
             for r in runs
         ]
         arguments.json.write_text(json.dumps(as_dicts, indent=1))

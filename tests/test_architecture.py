@@ -41,7 +41,7 @@ LIBRARIES = {
     "scheduling": {"torch", "numpy"},
     "drafts": {"torch", "transformers", "safetensors", "huggingface_hub", "peft"},
     "decoding": {"torch", "transformers"},
-    "profiling": {"torch", "numpy", "transformers", "huggingface_hub", "filelock"},
+    "profiling": {"torch", "numpy", "transformers", "huggingface_hub", "filelock", "scipy"},
     "integration": {"torch", "transformers"},
 }
 # Modules that need less than their folder.

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,22 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..common.chat_tokens import encode_prompt
 from ..common.prompts import Prompt
-from ..common.records import AcceptanceStats, collect_rounds
 from ..drafts.modeling_dspark import DSparkDraftModel
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One timed `generate` call."""
-
-    token_ids: tuple[int, ...]  # new tokens
-    seconds: float  # wall clock, prefill included; the median where the call was repeated
-    stats: AcceptanceStats = field(default_factory=AcceptanceStats)  # empty for plain generation
-
-    @property
-    def tokens_per_s(self) -> float:
-        """New tokens per second."""
-        return len(self.token_ids) / self.seconds
+from .timed import TimedAnswer, first_difference, timed_generate, totals
 
 
 @dataclass(frozen=True)
@@ -38,15 +23,15 @@ class PromptComparison:
 
     Args:
         prompt (`Prompt`): The prompt.
-        plain (`Generation`): Without the draft.
-        dspark (`Generation`): With it.
+        plain (`TimedAnswer`): Without the draft.
+        dspark (`TimedAnswer`): With it.
         top2_gap (`float`, *optional*):
             Where two greedy texts differ, the target's logit gap between its two best tokens at the first difference.
     """
 
     prompt: Prompt
-    plain: Generation
-    dspark: Generation
+    plain: TimedAnswer
+    dspark: TimedAnswer
     top2_gap: float | None = None
 
     @property
@@ -92,14 +77,6 @@ class ComparisonSummary:
         return self.dspark_tokens_per_s / self.plain_tokens_per_s
 
 
-def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:  # None where the two are equal
-    """Index of the first token that differs."""
-    for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-        if a != b:
-            return index
-    return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
-
-
 def compare(
     target: PreTrainedModel,
     draft: DSparkDraftModel,
@@ -142,7 +119,7 @@ def compare(
         _generate(target, assistant, inputs[0], {**arguments, "max_new_tokens": min(8, max_new_tokens)})
     results = []
     for index, (prompt, prompt_inputs) in enumerate(zip(prompts, inputs, strict=True)):
-        runs: dict[bool, list[Generation]] = {False: [], True: []}
+        runs: dict[bool, list[TimedAnswer]] = {False: [], True: []}
         for repeat in range(repeats):
             order = (False, True) if (index + repeat) % 2 == 0 else (True, False)
             for with_draft in order:
@@ -163,21 +140,17 @@ def summarize(results: Sequence[PromptComparison], name: str = "all") -> Compari
     Returns:
         [`ComparisonSummary`]
     """
-    stats = AcceptanceStats([record for result in results for record in result.dspark.stats.rounds])
-
-    def tokens_per_s(runs: list[Generation]) -> float:
-        return sum(len(run.token_ids) for run in runs) / sum(run.seconds for run in runs)
-
+    plain, dspark = totals(result.plain for result in results), totals(result.dspark for result in results)
     return ComparisonSummary(
         name=name,
         num_prompts=len(results),
         num_identical=sum(result.identical for result in results),
-        plain_tokens_per_s=tokens_per_s([result.plain for result in results]),
-        dspark_tokens_per_s=tokens_per_s([result.dspark for result in results]),
-        accepted_length=stats.accepted_length,
-        verify_length=stats.mean_verify_length,
-        verified_per_token=stats.verified_per_token,
-        acceptance_rate=stats.acceptance_rate,
+        plain_tokens_per_s=plain.tokens_per_s,
+        dspark_tokens_per_s=dspark.tokens_per_s,
+        accepted_length=dspark.stats.accepted_length,
+        verify_length=dspark.stats.mean_verify_length,
+        verified_per_token=dspark.stats.verified_per_token,
+        acceptance_rate=dspark.stats.acceptance_rate,
     )
 
 
@@ -186,26 +159,21 @@ def _generate(
     draft: DSparkDraftModel | None,
     inputs: dict[str, torch.Tensor],
     arguments: dict[str, Any],
-) -> Generation:
-    inputs = {name: value.to(target.device) for name, value in inputs.items()}
+) -> TimedAnswer:
     assistant = {"assistant_model": draft} if draft is not None else {}
-    start = time.perf_counter()
-    with collect_rounds() as stats:
-        sequence = target.generate(**inputs, **assistant, **arguments)[0]
-    token_ids = tuple(sequence[inputs["input_ids"].shape[1] :].tolist())  # waits for the device
-    return Generation(token_ids, time.perf_counter() - start, stats)
+    return timed_generate(target, inputs, assistant | arguments)
 
 
-def _median(runs: list[Generation]) -> Generation:
-    return Generation(runs[0].token_ids, statistics.median(run.seconds for run in runs), runs[0].stats)
+def _median(runs: list[TimedAnswer]) -> TimedAnswer:
+    return replace(runs[0], seconds=statistics.median(run.seconds for run in runs))
 
 
 def _judge(
     target: PreTrainedModel,
     prompt: Prompt,
     inputs: dict[str, torch.Tensor],
-    plain: Generation,
-    dspark: Generation,
+    plain: TimedAnswer,
+    dspark: TimedAnswer,
     arguments: dict[str, Any],
 ) -> PromptComparison:
     index = first_difference(plain.token_ids, dspark.token_ids)

@@ -20,13 +20,13 @@ from ..common.chat import template_hash
 from ..common.chat_tokens import encode_messages, encode_prompt
 from ..common.data_file import DataFile
 from ..common.decoding_options import Decoding
-from ..common.records import collect_rounds
 from ..common.versions import library_versions
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..profiling.automatic import profile_for
 from .drafters import PLAIN, UNFIT, LoadedDrafter
-from .record import Observer, Run, run_key
+from .record import Run, run_key
 from .tasks import Question, TaskData
+from .timed import TimedAnswer, timed_generate
 
 
 RUNS_FILE = "runs.jsonl"
@@ -173,8 +173,9 @@ def evaluate(
                     names = (question.task, question.index, turn, decoding.name, loaded.name)
                     if run_key(*names) not in runs:
                         torch.manual_seed(settings.seed + number)
-                        measured = _generate(target, loaded, inputs, decoding, settings.max_new_tokens)
-                        runs[run_key(*names)] = run = Run(*names, inputs["input_ids"].shape[1], **measured)
+                        answer = _generate(target, loaded, inputs, decoding, settings.max_new_tokens)
+                        run = Run.of(answer, *names, num_prompt_tokens=inputs["input_ids"].shape[1])
+                        runs[run.key] = run
                         file.append(run.to_row())
                     if on_progress is not None:
                         on_progress()
@@ -228,21 +229,12 @@ def _generate(
     inputs: dict[str, torch.Tensor],
     decoding: Decoding,
     max_new_tokens: int,
-) -> dict[str, Any]:
-    """One call, watched; the fields of a [`Run`] that it yields."""
+) -> TimedAnswer:
+    """One timed call."""
     if loaded.assistant is not None:
         # A copy, since transformers' own schedules write what they learn into it.
         loaded.assistant.generation_config = copy.deepcopy(loaded.knobs)
-    inputs = {name: value.to(target.device) for name, value in inputs.items()}
-    arguments = loaded.arguments | decoding.arguments | {"max_new_tokens": max_new_tokens}
-    with collect_rounds() as stats, Observer(target) as seen:
-        target.generate(**inputs, **arguments, streamer=seen)
-    return {
-        "seconds": seen.seconds,
-        "blocks": tuple(seen.blocks),
-        "times_s": tuple(seen.times_s),
-        "rounds": tuple(stats.rounds or seen.rounds),
-    }
+    return timed_generate(target, inputs, loaded.arguments | decoding.arguments | {"max_new_tokens": max_new_tokens})
 
 
 def _warmed_up(

@@ -78,12 +78,10 @@ def bootstrap(
 
 def expanded_tail(tail: float, num_questions: int) -> float:
     """Share of the draws to leave out at either end, so that few questions get intervals that are wide enough."""
+    from scipy.stats import t  # takes a second to import
+
     freedom = num_questions - 1
-    z = -NormalDist().inv_cdf(tail)
-    # Student's t by its expansion about the normal.
-    t = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
-    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
-    return NormalDist().cdf(-t * math.sqrt(num_questions / freedom))
+    return NormalDist().cdf(t.ppf(tail, freedom) * math.sqrt(num_questions / freedom))
 
 
 @lru_cache(maxsize=2)  # the figures of a task have as many questions

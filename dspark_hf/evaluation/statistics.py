@@ -20,11 +20,11 @@ from ..scheduling.observations import ConfidenceObservations
 from ..scheduling.reliability import SurvivalFigures, survival_figures
 from ..scheduling.rules import RoundOutlook, ThresholdScheduler
 from ..scheduling.simulation import full_blocks
-from .compare import first_difference
 from .drafters import PLAIN
 from .intervals import Interval, bootstrap, ratio, ratio_of_ratios
 from .record import Run
 from .tasks import ALL
+from .timed import first_difference, totals
 
 
 LENGTHS = (8, 32, 128)
@@ -293,7 +293,7 @@ def threshold_sweep(rounds: Sequence[RoundRecord], thresholds: Sequence[float] =
 
 
 def _pooled(runs: Sequence[Run]) -> AcceptanceStats:
-    return AcceptanceStats([record for run in runs for record in run.rounds])
+    return totals(runs).stats
 
 
 def _num_accepted(stats: AcceptanceStats) -> int:
@@ -307,9 +307,8 @@ def _slot_sums(counts: Sequence[tuple[int, int]], slot: int) -> tuple[int, int]:
 
 def _speed_sums(recording: Recording, runs: Sequence[Run]) -> tuple[float, float, float, float]:
     """Tokens and seconds, and those of plain generation on the same turns."""
-    plain = [recording.plain(run) for run in runs]
-    ours, theirs = ((sum(len(r.token_ids) for r in p), sum(r.seconds for r in p)) for p in (runs, plain))
-    return (*ours, *theirs)
+    ours, plain = totals(runs), totals(recording.plain(run) for run in runs)
+    return ours.num_tokens, ours.seconds, plain.num_tokens, plain.seconds
 
 
 def _first_difference(recording: Recording, run: Run) -> int | None:

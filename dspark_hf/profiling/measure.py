@@ -55,13 +55,9 @@ def isotonic(medians: Sequence[float]) -> tuple[float, ...]:
     Neighbours that fall get their common mean, so that a median that is too high by chance raises only itself and its
     neighbours, not the rest of the curve.
     """
-    pools: list[list[float]] = []
-    for median in medians:
-        pools.append([median])
-        while len(pools) > 1 and statistics.fmean(pools[-2]) > statistics.fmean(pools[-1]):
-            last = pools.pop()
-            pools[-1] += last
-    return tuple(statistics.fmean(pool) for pool in pools for _ in pool)
+    from scipy.optimize import isotonic_regression  # half a second to import
+
+    return tuple(isotonic_regression(medians).x.tolist())
 
 
 def measure_curves(

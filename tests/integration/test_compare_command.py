@@ -11,7 +11,8 @@ from dspark_hf.cli import app
 from dspark_hf.cli.compare import _print_comparison
 from dspark_hf.cli.options import errors_in_words
 from dspark_hf.common.prompts import Prompt
-from dspark_hf.evaluation.compare import Generation, PromptComparison
+from dspark_hf.evaluation.compare import PromptComparison
+from dspark_hf.evaluation.timed import TimedAnswer
 from tests.support.models import oracle_draft, tiny_target
 from tests.support.scripted import letter_tokenizer
 
@@ -30,7 +31,9 @@ def test_an_error_is_told_as_it_is(message, capsys):
 
 def test_prompts_and_domains_are_printed_as_they_are(capsys):
     prompt = Prompt("my[/b]domain", "[INST] What? [/INST]")
-    result = PromptComparison(prompt, Generation((1, 2), 0.5), Generation((1, 3), 0.5), top2_gap=0.25)
+    result = PromptComparison(
+        prompt, TimedAnswer(0.5, ((1, 2),), (0.5,)), TimedAnswer(0.5, ((1, 3),), (0.5,)), top2_gap=0.25
+    )
     _print_comparison([result], "bfloat16", temperature=0.0)
     printed = capsys.readouterr().out
     assert "my[/b]domain (1)" in printed

@@ -23,9 +23,9 @@ from dspark_hf.cli import app
 from dspark_hf.cli import evaluate as evaluating
 from dspark_hf.evaluation.drafters import check_names, load_drafters, parse_drafter
 from dspark_hf.evaluation.evaluate import RUNS_FILE, evaluate, num_answers, settings_for, warm_up, weights_fingerprint
-from dspark_hf.evaluation.record import Observer
 from dspark_hf.evaluation.summary import summarize_runs
 from dspark_hf.evaluation.tasks import load_tasks
+from dspark_hf.evaluation.timed import Observer
 from tests.support.eagle3 import oracle_eagle3
 from tests.support.models import MASK_TOKEN_ID, VOCAB_SIZE, oracle_draft, random_draft, spread_confidence, tiny_target
 from tests.support.scripted import letter_tokenizer, lively_target

@@ -11,7 +11,6 @@ import transformers
 from dspark_hf import DSparkConfig, DSparkDraftModel, RoundRecord
 from dspark_hf.common.chat import template_hash
 from dspark_hf.common.prompts import Prompt
-from dspark_hf.common.records import AcceptanceStats
 from dspark_hf.common.thinking import with_thinking
 from dspark_hf.doctor import ADVICE, FAULT, Diagnosis, Finding, Gain, Probe
 from dspark_hf.doctor.config_checks import check_config, plain_name
@@ -28,7 +27,8 @@ from dspark_hf.doctor.speedup import (
     token_seconds,
 )
 from dspark_hf.doctor.weight_checks import check_weights, looks_fresh, rows_distance
-from dspark_hf.evaluation.compare import Generation, PromptComparison
+from dspark_hf.evaluation.compare import PromptComparison
+from dspark_hf.evaluation.timed import TimedAnswer
 from dspark_hf.scheduling import SPSCurve
 from tests.support.models import oracle_draft, random_draft, tiny_target
 from tests.support.training import TEMPLATE, word_tokenizer
@@ -397,8 +397,8 @@ def test_changes_are_taken_back(draft):
 
 
 def comparison(plain_s, dspark_s, rounds, plain=(1,) * 5, dspark=(1,) * 5):
-    stats = AcceptanceStats(rounds)
-    return PromptComparison(Prompt("x", "x"), Generation(plain, plain_s), Generation(dspark, dspark_s, stats))
+    sides = (TimedAnswer(plain_s, (plain,), (plain_s,)), TimedAnswer(dspark_s, (dspark,), (dspark_s,), tuple(rounds)))
+    return PromptComparison(Prompt("x", "x"), *sides)
 
 
 def timed(num_committed, draft_s, round_s, drafted=True):

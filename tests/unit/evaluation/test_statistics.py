@@ -6,7 +6,7 @@ import math
 import pytest
 
 from dspark_hf.common.records import RoundRecord
-from dspark_hf.evaluation.record import Run, observed_rounds
+from dspark_hf.evaluation.record import Run
 from dspark_hf.evaluation.statistics import (
     Recording,
     confidence_figures,
@@ -16,6 +16,7 @@ from dspark_hf.evaluation.statistics import (
     threshold_sweep,
     worst_decile,
 )
+from dspark_hf.evaluation.timed import TimedAnswer, observed_rounds
 from tests.support.closeness import assert_close
 
 
@@ -30,7 +31,8 @@ def plain_run(index, num_tokens, task="math", decoding="greedy", turn=0, tokens=
     blocks = tuple((token,) for token in (tokens or range(num_tokens)))
     rounds = tuple(record(0, 0) for _ in range(num_tokens - 1))
     times = tuple(float(second) for second in range(1, num_tokens + 1))
-    return Run(task, index, turn, decoding, "plain", 10, float(num_tokens), blocks, times, rounds)
+    answer = TimedAnswer(float(num_tokens), blocks, times, rounds)
+    return Run.of(answer, task, index, turn, decoding, "plain", 10)
 
 
 def draft_run(index, rounds, times, seconds, task="math", decoding="greedy", turn=0, first=0):
@@ -39,7 +41,8 @@ def draft_run(index, rounds, times, seconds, task="math", decoding="greedy", tur
     for entry in rounds:
         blocks.append(tuple(range(token, token + entry.num_committed)))
         token += entry.num_committed
-    return Run(task, index, turn, decoding, "draft", 10, seconds, tuple(blocks), tuple(times), tuple(rounds))
+    answer = TimedAnswer(seconds, tuple(blocks), tuple(times), tuple(rounds))
+    return Run.of(answer, task, index, turn, decoding, "draft", 10)
 
 
 # A is drafted well, B badly. B's last block has two drafts.
