@@ -36,7 +36,7 @@ from .options import (
     choose_prompts,
     console,
     errors,
-    errors_in_words,
+    exit_on_error,
     progress_bar,
 )
 
@@ -73,7 +73,7 @@ def calibrate_command(
     json_output: Json = False,
 ) -> None:
     """Make a draft's confidences mean what they say, and keep that in its config."""
-    with errors_in_words():
+    with exit_on_error():
         check_prompting(raw, enable_thinking)
         chosen, sampling = choose_prompts(None, prompts), sampling_arguments(temperature, top_p)
         check = read_prompts(check_prompts) if check_prompts is not None else None

@@ -38,7 +38,7 @@ from .options import (
     choose_prompts,
     console,
     errors,
-    errors_in_words,
+    exit_on_error,
     progress_bar,
     set_knobs,
 )
@@ -70,7 +70,7 @@ def compare_command(
     json_output: Json = False,
 ) -> None:
     """Plain generation against DSpark: speed, accepted length, and whether the texts are the same."""
-    with errors_in_words():
+    with exit_on_error():
         check_prompting(raw, enable_thinking)
         chosen, sampling = choose_prompts(text, prompts), sampling_arguments(temperature, top_p)
         status = errors if json_output else console

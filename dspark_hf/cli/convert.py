@@ -12,7 +12,7 @@ import typer
 from ..common.path_checks import check_input_file
 from ..export.convert import convert_draft, parse_stated
 from ..profiling.profile import RoundTimeProfile
-from .options import TrustRemoteCode, console, errors_in_words
+from .options import TrustRemoteCode, console, exit_on_error
 
 
 def convert_command(
@@ -34,7 +34,7 @@ def convert_command(
 ) -> None:
     """Write a draft in the layout that another engine reads."""
     transformers.logging.disable_progress_bar()
-    with errors_in_words():
+    with exit_on_error():
         check_input_file(round_times, "--round-times")
         curve = RoundTimeProfile.load(round_times).curves[0][1] if round_times is not None else None
         written = convert_draft(draft, to, output, target, parse_stated(stated or []), curve, trust_remote_code)

@@ -11,7 +11,7 @@ import typer
 
 from ..common.thinking import choose_thinking
 from .loading import load_pair
-from .options import Device, Draft, Dtype, Target, Thinking, TrustRemoteCode, console, errors_in_words
+from .options import Device, Draft, Dtype, Target, Thinking, TrustRemoteCode, console, exit_on_error
 
 
 def demo_command(
@@ -36,7 +36,7 @@ def demo_command(
     """Serve a page that shows a prompt without and with DSpark, side by side."""
     # Read when gradio is imported. Nothing is reported to anyone.
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-    with errors_in_words():
+    with exit_on_error():
         if host is not None:
             _check_host(host)
         try:

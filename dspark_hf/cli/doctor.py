@@ -18,7 +18,7 @@ from ..doctor import FAULT, Diagnosis, Finding, diagnose
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..export.convert import parse_stated
 from .loading import check_prompting, load_draft, load_target
-from .options import Device, Dtype, Json, MaxNewTokens, Raw, TrustRemoteCode, console, errors, errors_in_words
+from .options import Device, Dtype, Json, MaxNewTokens, Raw, TrustRemoteCode, console, errors, exit_on_error
 
 
 TargetName = Annotated[str | None, typer.Argument(help="Target model: Hub id or folder. Default: the default pair.")]
@@ -57,7 +57,7 @@ def doctor_command(
 ) -> None:
     """Check a pair: what is wrong, what it gains here. Exit status 0: no fault, 1: faults, 2: could not run."""
     status = errors if json_output else console
-    with errors_in_words(), status.status("Loading the models...") as spinner:
+    with exit_on_error(), status.status("Loading the models...") as spinner:
         if target is not None and draft is None:
             raise ValueError("A draft fits one target only: name the draft after the target.")
         check_prompting(raw, enable_thinking)
@@ -120,5 +120,5 @@ def _load_draft(name: str, stated: list[str], dtype: str, device: str | None) ->
             "draft_not_loadable",
             FAULT,
             str(error),
-            "Mend the checkpoint as the message says. What its config leaves open is given with `--set NAME=VALUE`.",
+            "Repair the checkpoint as the message says. Set what its config leaves open with `--set NAME=VALUE`.",
         )

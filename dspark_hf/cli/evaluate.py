@@ -45,7 +45,7 @@ from .options import (
     TrustRemoteCode,
     console,
     errors,
-    errors_in_words,
+    exit_on_error,
     progress_bar,
 )
 
@@ -109,7 +109,7 @@ def eval_command(
 ) -> None:
     """Drafters side by side on tasks: accepted length, speed-up, latency, confidence; JSON, CSV and an HTML report."""
     try:
-        with errors_in_words():
+        with exit_on_error():
             check_can_report(tensorboard)
             check_prompting(raw, enable_thinking)
             for path, option in ((output, "--output"), (tensorboard, "--tensorboard")):

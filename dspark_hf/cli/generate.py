@@ -30,7 +30,7 @@ from .options import (
     TrustRemoteCode,
     check_prompt,
     errors,
-    errors_in_words,
+    exit_on_error,
     set_knobs,
 )
 
@@ -54,7 +54,7 @@ def generate_command(
     plain: Annotated[bool, typer.Option("--plain", help="Do not use the draft.")] = False,
 ) -> None:
     """Stream one answer to the terminal; the figures go to standard error."""
-    with errors_in_words():
+    with exit_on_error():
         check_prompting(raw, enable_thinking)
         check_prompt(text)
         sampling = sampling_arguments(temperature, top_p)

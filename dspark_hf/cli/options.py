@@ -68,7 +68,7 @@ Raw = Annotated[bool, typer.Option("--raw", help="Continue the text itself, with
 
 
 @contextlib.contextmanager
-def errors_in_words() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """Known errors end the command with their message and exit status 2, without a traceback."""
     try:
         yield

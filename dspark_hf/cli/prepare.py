@@ -18,7 +18,7 @@ from .options import (
     Target,
     TrustRemoteCode,
     console,
-    errors_in_words,
+    exit_on_error,
     progress_bar,
 )
 
@@ -42,7 +42,7 @@ AskRefused = Annotated[bool, typer.Option("--ask-refused", help="Ask again what 
 EnableThinking = Annotated[
     bool | None, typer.Option("--enable-thinking/--no-thinking", help="The chat template's thinking switch.")
 ]
-MaxPromptTokens = Annotated[int, typer.Option("--max-prompt-tokens", min=1, help="Longer prompts are left out.")]
+MaxPromptTokens = Annotated[int, typer.Option("--max-prompt-tokens", min=1, help="Longer prompts are skipped.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Random seed. Default: 0; a server's own.")]
 
 
@@ -53,7 +53,7 @@ Prompts = Annotated[
 Dataset = Annotated[
     str | None, typer.Option("--dataset", help="Or a data set of the Hub with such a column (extra: train).")
 ]
-SelfPrompts = Annotated[int, typer.Option("--self-prompts", min=0, help="Or so many prompts by the target itself.")]
+SelfPrompts = Annotated[int, typer.Option("--self-prompts", min=0, help="Or this many prompts by the target itself.")]
 SelfPromptStart = Annotated[
     list[str] | None, typer.Option("--self-prompt-start", help="Words such prompts begin with; repeatable.")
 ]
@@ -62,7 +62,7 @@ Server = Annotated[
 ]
 Concurrency = Annotated[int, typer.Option("--concurrency", min=1, help="Requests in flight at the server.")]
 Rows = Annotated[int, typer.Option("--rows", min=1, help="Answers written at once on this machine.")]
-Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Answer so many prompts at most.")]
+Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Most prompts to answer.")]
 
 
 def prepare_command(
@@ -93,7 +93,7 @@ def prepare_command(
     from ..training.prepare import PrepareJob
     from ..training.sampling import SamplingSettings  # the Trainer comes with it, in seconds
 
-    with errors_in_words():
+    with exit_on_error():
         for path in prompts or ():
             check_input_file(path, "--prompts")
         check_output_file(output, "--output")

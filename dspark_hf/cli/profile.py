@@ -16,7 +16,7 @@ from ..common.path_checks import check_output_file
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..profiling.profile import RoundTimeProfile, measure_profile, profile_path
 from .loading import load_pair
-from .options import Device, Draft, Dtype, Target, TrustRemoteCode, console, errors, errors_in_words, progress_bar
+from .options import Device, Draft, Dtype, Target, TrustRemoteCode, console, errors, exit_on_error, progress_bar
 
 
 def profile_command(
@@ -35,7 +35,7 @@ def profile_command(
     ] = None,
 ) -> None:
     """Measure how long rounds take on this machine; `generate` weighs drafts against these times."""
-    with errors_in_words():
+    with exit_on_error():
         lengths = _parse_lengths(context_lengths)
         if num_requests & (num_requests - 1):  # `generate` looks for powers of two
             raise ValueError(f"`--num-requests` must be a power of two, got {num_requests}. Take the next larger one.")

@@ -17,7 +17,7 @@ from .options import (
     TrustRemoteCode,
     console,
     errors,
-    errors_in_words,
+    exit_on_error,
 )
 
 
@@ -33,7 +33,7 @@ def train_command(
     from ..training.arguments import DSparkTrainingArguments
     from ..training.run import DataArguments, DraftArguments, own_process_group, train_draft
 
-    with errors_in_words(), own_process_group():
+    with exit_on_error(), own_process_group():
         parser = transformers.HfArgumentParser(
             (DataArguments, DraftArguments, DSparkTrainingArguments),
             prog="dspark-hf train",

@@ -92,9 +92,9 @@ class Session:
         if asked is None:
             return with_thinking(self.pair.tokenizer, self.pair.enable_thinking)
         if settings.raw:
-            raise ValueError("Raw text goes without the chat template, so thinking cannot be switched. Leave it out.")
+            raise ValueError("Raw text goes without the chat template, so thinking cannot be switched. Do not set it.")
         if self.pair.thinks is None:
-            raise ValueError("The chat template of this target has no thinking switch. Leave it out.")
+            raise ValueError("The chat template of this target has no thinking switch. Do not set it.")
         return with_thinking(self.pair.tokenizer, asked)
 
     def compare(self, settings: RunSettings, stop: threading.Event | None = None) -> Generator[Progress, None, None]:

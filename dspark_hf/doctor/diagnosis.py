@@ -77,13 +77,13 @@ class Diagnosis:
         )
 
     def sentences(self) -> list[str]:
-        """The measurements in words; findings have their own sentences.
+        """The measurements as sentences; findings have their own sentences.
 
         Returns:
             `list[str]`
         """
         if self.probe is None:
-            return ["The pair was not run: first mend the faults below."]
+            return ["The pair was not run: fix the faults below first."]
         lines = [
             f"With every slot of a block sent, a round yields {self.probe.accepted_length:.2f} tokens (give or take "
             f"{2 * self.probe.standard_error:.2f}), of which one is the target's own; {self.probe.num_rounds} rounds."

@@ -163,7 +163,7 @@ def judge_gain(gain: Gain, dtype: str, device_type: str) -> list[Finding]:
     if gain.speedup >= 1:
         return []
     if dtype == "float32" and device_type == "cpu":
-        remedy = "On a CPU, verification of several tokens is dear in float32: try bfloat16."
+        remedy = "On a CPU, verifying several tokens is expensive in float32: try bfloat16."
     elif gain.accepted_length < 2:
         remedy = "Too few drafts are accepted for what a round costs. Train a better draft, or generate without it."
     else:
@@ -182,7 +182,7 @@ def judge_gain(gain: Gain, dtype: str, device_type: str) -> list[Finding]:
 
 
 def gain_sentences(gain: Gain) -> list[str]:
-    """The measurements in words."""
+    """The measurements as sentences."""
     spread = f" ({gain.lowest:.2f} to {gain.highest:.2f} from prompt to prompt)" if gain.num_prompts > 1 else ""
     sentences = [
         f"Expect {gain.speedup:.2f} times the speed of plain generation for one request on this machine{spread}; "

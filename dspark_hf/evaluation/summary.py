@@ -74,7 +74,7 @@ class Evaluation:
         return [entry for entry in self.questions if any(index is not None for index in entry.first_differences)]
 
     def sentences(self) -> list[str]:
-        """The results in words.
+        """The results as sentences.
 
         Returns:
             `list[str]`: one for each decoding and drafter, over all tasks.

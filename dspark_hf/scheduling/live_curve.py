@@ -11,7 +11,7 @@ from ..common.records import RoundRecord
 from .curve import SPSCurve
 
 
-class RoundTimes:
+class LiveRoundTimes:
     """The current round-time curve of the machine: a prior curve, fitted to the rounds seen.
 
     The seconds of verification are fitted, by decayed least squares, as a part that every pass has and a part that

@@ -17,7 +17,7 @@ from ..common.records import RoundRecord
 from .acceptance import AcceptanceHistory
 from .curve import SPSCurve
 from .gate import DraftingGate
-from .live_curve import RoundTimes
+from .live_curve import LiveRoundTimes
 from .rules import RoundOutlook, Scheduler, ThresholdScheduler, mean_survival
 from .weights import batch_speedup_share, request_weights
 
@@ -71,7 +71,7 @@ class DraftingPolicy:
         Args:
             curve (`SPSCurve`): Round times of the pair on this machine.
         """
-        self._times = RoundTimes(curve, self._learn_times)
+        self._times = LiveRoundTimes(curve, self._learn_times)
 
     def new_history(self) -> AcceptanceHistory:
         """The history of a request that begins.

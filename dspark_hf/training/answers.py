@@ -288,7 +288,7 @@ def _encoded(
 
 
 def _by_length(prompts: Iterator[_Encoded], count: int) -> Iterator[_Encoded]:
-    """Sort so many prompts at a time, the longest first: those of like length fill a batch without padding."""
+    """Sort a chunk of prompts at a time, the longest first: prompts of like length fill a batch without padding."""
     while chunk := list(islice(prompts, count)):
         yield from sorted(chunk, key=lambda prompt: -len(prompt[1]))
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from dspark_hf.cli import app
 from dspark_hf.cli.compare import _print_comparison
-from dspark_hf.cli.options import errors_in_words
+from dspark_hf.cli.options import exit_on_error
 from dspark_hf.common.prompts import Prompt
 from dspark_hf.evaluation.compare import PromptComparison
 from dspark_hf.evaluation.timed import TimedAnswer
@@ -23,7 +23,7 @@ def refuse_constants(name):
 
 @pytest.mark.parametrize("message", ['pip install "dspark-hf[eval]"', "no [/INST] here", "[bold]x[/]", "a\\"])
 def test_an_error_is_told_as_it_is(message, capsys):
-    with pytest.raises(typer.Exit) as ended, errors_in_words():
+    with pytest.raises(typer.Exit) as ended, exit_on_error():
         raise ValueError(message)
     assert ended.value.exit_code == 2
     assert capsys.readouterr().err == f"Error: {message}\n"

@@ -122,7 +122,8 @@ def test_what_a_verified_token_costs_decides(monkeypatch, cost, sends):
             return curve
 
     monkeypatch.setattr(integration, "profile_for", lambda *_: Profile())
-    monkeypatch.setattr("dspark_hf.scheduling.live_curve.RoundTimes.observe", lambda *_: None)  # only the prior counts
+    only_the_prior = "dspark_hf.scheduling.live_curve.LiveRoundTimes.observe"
+    monkeypatch.setattr(only_the_prior, lambda *_: None)
     prompts = torch.cat([random_prompt(6, seed=row) for row in range(3)])
     with collect_rounds() as stats:
         target.generate(prompts, assistant_model=draft, do_sample=False, max_new_tokens=40)

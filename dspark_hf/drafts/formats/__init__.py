@@ -18,7 +18,7 @@ from ..configuration_draft import DraftConfig
 from ..configuration_dspark import DSparkConfig
 from ..configuration_eagle3 import Eagle3Config
 from . import deepspec, deepspec_gemma4, dflash, eagle3, speculators
-from .agreement import check_agrees, given, wrong_types_in_words
+from .agreement import check_agrees, given, readable_type_errors
 from .fields import OPEN_FIELDS, ConfigFile
 from .files import TensorFiles, hub_arguments, read_config_file
 from .refusals import refuse
@@ -45,7 +45,7 @@ def convert_config(
 ) -> DraftConfig:
     """Translate a config.json."""
     stated = given(stated)
-    with wrong_types_in_words(source):
+    with readable_type_errors(source):
         file = ConfigFile(config, source, stated)
         ours = _read_eagle3(file) if config_class is Eagle3Config else _read(file)
     check_agrees(ours, stated, source)

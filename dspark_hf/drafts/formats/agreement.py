@@ -16,7 +16,7 @@ def given(stated: dict[str, Any] | None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def wrong_types_in_words(source: str) -> Iterator[None]:
+def readable_type_errors(source: str) -> Iterator[None]:
     """Turn errors of fields of a wrong type in a config.json into readable ones."""
     try:
         yield

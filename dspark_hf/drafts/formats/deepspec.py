@@ -47,7 +47,7 @@ def written_draft_fields(config: DSparkConfig) -> dict[str, Any]:
     ):
         if is_so:
             raise ValueError(
-                f"DeepSpec's layout has no words for {what}, which this draft has. Write the speculators layout "
+                f"DeepSpec's layout cannot represent {what}, which this draft has. Write the speculators layout "
                 "instead: vLLM and llama.cpp read it."
             )
     names = ["target_layer_ids", "markov_rank", "enable_confidence_head"]

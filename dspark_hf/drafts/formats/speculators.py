@@ -53,7 +53,7 @@ def from_config(config: DSparkConfig, verifier_architectures: list[str]) -> dict
     """Write a configuration in this format."""
     if config.layer_kind != "qwen3":
         raise ValueError(
-            f"The speculators layout has no words for layers of kind {config.layer_kind!r}. Write DeepSpec's layout "
+            f"The speculators layout cannot represent layers of kind {config.layer_kind!r}. Write DeepSpec's layout "
             "instead."
         )
     has_heads = config.markov_rank > 0 or config.enable_confidence_head

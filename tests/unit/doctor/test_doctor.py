@@ -512,7 +512,7 @@ def test_report():
     assert written["findings"] == [{"code": "a", "severity": "advice", "sentence": "A.", "remedy": "B."}]
     ill = Diagnosis("t", "d", (fault, advice))
     assert (ill.exit_status, ill.faults) == (1, (fault,))
-    assert ill.sentences() == ["The pair was not run: first mend the faults below."]
+    assert ill.sentences() == ["The pair was not run: fix the faults below first."]
 
 
 def test_targets_without_a_plain_embedding_are_not_read(target, draft):

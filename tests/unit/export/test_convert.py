@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions keep every tensor bit for bit and every field; what a format has no words for is an error."""
+"""Conversions keep every tensor bit for bit and every field; what a format cannot represent is an error."""
 
 import json
 import shutil
@@ -198,19 +198,19 @@ def test_kinds_of_a_speculators_file(tmp_path, target, overrides, kind, class_na
     assert ("markov_rank" in fields) == (kind == "dspark")
 
 
-UNSAYABLE = [
-    ("deepspec", {"draft_vocab_size": 48}, "no words for a reduced vocabulary"),
-    ("deepspec", {"sample_from_anchor": False}, "no words for slots whose first repeats the anchor"),
-    ("deepspec", SLIDING, "no words for sliding-window layers"),
+REFUSED = [
+    ("deepspec", {"draft_vocab_size": 48}, "cannot represent a reduced vocabulary"),
+    ("deepspec", {"sample_from_anchor": False}, "cannot represent slots whose first repeats the anchor"),
+    ("deepspec", SLIDING, "cannot represent sliding-window layers"),
     ("deepspec", {"target_layer_ids": [2, 0]}, r"must ascend to be written for other engines, got \[2, 0\]"),
     ("speculators", {"target_layer_ids": [2, 0]}, r"must ascend to be written for other engines, got \[2, 0\]"),
-    ("speculators", {"layer_kind": "gemma4"}, "no words for layers of kind 'gemma4'"),
+    ("speculators", {"layer_kind": "gemma4"}, "cannot represent layers of kind 'gemma4'"),
     ("deepspec", {"layer_kind": "gemma4"}, "is written for a Gemma 4 target, got 'llama'"),
 ]
 
 
-@pytest.mark.parametrize(("to", "overrides", "message"), UNSAYABLE, ids=[f"{t} {o}" for t, o, _ in UNSAYABLE])
-def test_drafts_a_format_has_no_words_for(tmp_path, target, to, overrides, message):
+@pytest.mark.parametrize(("to", "overrides", "message"), REFUSED, ids=[f"{t} {o}" for t, o, _ in REFUSED])
+def test_drafts_a_format_cannot_represent(tmp_path, target, to, overrides, message):
     save(tmp_path / "own", **overrides)
     with pytest.raises(ValueError, match=message):
         convert_draft(tmp_path / "own", to, tmp_path / "x", target)

@@ -13,7 +13,7 @@ from dspark_hf import RoundRecord
 from dspark_hf.scheduling import RoundOutlook, SPSCurve
 from dspark_hf.scheduling.acceptance import AcceptanceHistory
 from dspark_hf.scheduling.gate import DraftingGate, DraftingPause, best_fixed_length
-from dspark_hf.scheduling.live_curve import RoundTimes
+from dspark_hf.scheduling.live_curve import LiveRoundTimes
 from tests.support.closeness import assert_close
 
 
@@ -102,14 +102,14 @@ def test_acceptance_corrects_confidence(monkeypatch):
 # Round times.
 
 
-def slope(times: RoundTimes) -> float:
+def slope(times: LiveRoundTimes) -> float:
     return times.curve.verify(2) / times.curve.plain_s - 1
 
 
 @pytest.mark.parametrize("cost", [0.02, 0.1, 0.4])
 def test_times_are_learned_in_any_unit(cost):
     rng = random.Random(0)
-    times = RoundTimes(SPSCurve.linear(0.05, 0.1), learn=True)
+    times = LiveRoundTimes(SPSCurve.linear(0.05, 0.1), learn=True)
     for _ in range(300):
         n = rng.randint(0, 7)
         times.observe([record(num_drafts=n, verify_s=0.02 * (1 + cost * n), draft_s=0.005)])
@@ -120,7 +120,7 @@ def test_times_are_learned_in_any_unit(cost):
 
 def test_a_machine_that_changes_is_followed():
     rng = random.Random(0)
-    times = RoundTimes(SPSCurve.linear(0.05), learn=True)
+    times = LiveRoundTimes(SPSCurve.linear(0.05), learn=True)
     for cost in (0.01, 0.3):
         for _ in range(200):
             n = rng.randint(0, 7)
@@ -129,7 +129,7 @@ def test_a_machine_that_changes_is_followed():
 
 
 def test_equal_lengths_teach_the_unit_but_no_slope():
-    times = RoundTimes(SPSCurve.linear(0.07), learn=True)
+    times = LiveRoundTimes(SPSCurve.linear(0.07), learn=True)
     for _ in range(100):
         times.observe([record(num_drafts=4, verify_s=0.02 * 1.28)])
     assert slope(times) == pytest.approx(0.07, rel=1e-3)
@@ -139,7 +139,7 @@ def test_equal_lengths_teach_the_unit_but_no_slope():
 def test_a_measured_shape_is_kept():
     """A cliff stays where it was measured; twice as slow a machine is twice as slow everywhere."""
     prior = SPSCurve((1, 4, 5, 8), (1.0, 1.1, 2.0, 2.1), 0.2)
-    times = RoundTimes(prior, learn=True)
+    times = LiveRoundTimes(prior, learn=True)
     for i in range(200):
         times.observe([record(num_drafts=i % 8, verify_s=2 * prior.verify(1 + i % 8), draft_s=0.4)])
     assert times.curve.verify_s == pytest.approx([2.0, 2.2, 4.0, 4.2], rel=1e-6)
@@ -148,7 +148,7 @@ def test_a_measured_shape_is_kept():
 
 def test_one_stall_of_the_machine_hardly_counts():
     def after(stall_s: float) -> float:
-        rng, times = random.Random(0), RoundTimes(SPSCurve.linear(0.05), learn=True)
+        rng, times = random.Random(0), LiveRoundTimes(SPSCurve.linear(0.05), learn=True)
         for i in range(60):
             n = 7 if i == 55 else rng.randint(0, 7)
             seconds = stall_s if i == 55 and stall_s else 0.02 * (1 + 0.1 * n)
@@ -160,22 +160,22 @@ def test_one_stall_of_the_machine_hardly_counts():
 
 
 def test_times_stay_possible():
-    times = RoundTimes(SPSCurve.linear(0.05), learn=True)
+    times = LiveRoundTimes(SPSCurve.linear(0.05), learn=True)
     for i in range(100):  # shorter the more is sent, as noise can make it look
         times.observe([record(num_drafts=i % 8, verify_s=0.02 - 0.002 * (i % 8))])
     assert slope(times) == 0.0
-    times = RoundTimes(SPSCurve.linear(0.05), learn=True)
+    times = LiveRoundTimes(SPSCurve.linear(0.05), learn=True)
     for i in range(100):
         times.observe([record(num_drafts=i % 8, verify_s=1e-6 + 0.01 * (i % 8))])
     assert times.curve.plain_s > 0.0
-    times = RoundTimes(SPSCurve.linear(0.05), learn=True)
+    times = LiveRoundTimes(SPSCurve.linear(0.05), learn=True)
     times.observe([record()])  # a clock that stands still
     assert times.curve == SPSCurve.linear(0.05)
 
 
 def test_without_learn_the_clock_is_ignored():
     curve = SPSCurve((1, 8), (1.0, 2.0), 0.3)
-    times = RoundTimes(curve, learn=False)
+    times = LiveRoundTimes(curve, learn=False)
     for i in range(50):
         times.observe([record(i % 4, verify_s=0.3 * (i % 5), draft_s=2.0)])
     assert times.curve == curve
@@ -280,7 +280,7 @@ def test_fixed_length_of_a_batch():
 
 def test_times_of_a_batch_are_those_of_its_pass():
     """Each record holds its share; three rows with one draft each make a pass of six tokens."""
-    times = RoundTimes(SPSCurve((1, 6), (1.0, 2.0), 0.3, 0.1), learn=True)
+    times = LiveRoundTimes(SPSCurve((1, 6), (1.0, 2.0), 0.3, 0.1), learn=True)
     for _ in range(60):
         times.observe([record(1, 1, verify_s=4.0 / 3, draft_s=1.0 / 3)] * 3)
     assert times.curve.verify(6) == pytest.approx(4.0, rel=0.02)
