@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,31 @@ def layer_violations(name: str, tree: ast.AST) -> list[str]:
         found.append(f"{name} imports from the package itself")
     allowed = OWN_LIBRARIES.get(name, LIBRARIES.get(top, other)) | set(sys.stdlib_module_names)
     return found + [f"{name} imports {library}" for library in sorted(other - allowed)]
+
+
+def module_state(tree: ast.Module) -> list[str]:
+    """Names at module level that are bound to something made to change: an empty container, a lock, a weak table."""
+    found = []
+    for node in tree.body:
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+        is_empty = (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
+        called = ast.unparse(value.func).rpartition(".")[2] if isinstance(value, ast.Call) else ""
+        if is_empty or re.match(r"(dict|list|set|defaultdict|deque|R?Lock|Weak\w+)$", called):
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            found.append(ast.unparse(target))
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_have_no_state(name):
+    """Only what `disable` needs to give transformers its own methods back; context variables are per call."""
+    allowed = ["_originals"] if name == "integration" else []
+    assert module_state(MODULES[name]) == allowed
+
+
+def test_module_state_is_found():
+    source = "a = {}\nb: list[int] = []\nc = threading.Lock()\nd = weakref.WeakKeyDictionary()\ne = {1: 2}\nf = dict()"
+    assert module_state(ast.parse(source)) == ["a", "b", "c", "d", "f"]
 
 
 def test_order_names_what_is_there():
