@@ -54,8 +54,8 @@ class BlockDrawer:
         self._open = [limit > 0 for limit in limits]
         self._tokens: list[torch.Tensor] = []
         self._rows: list[torch.Tensor] = []
-        self._finite: list[torch.Tensor] = []
-        self._usable: list[torch.Tensor] = []
+        self._witnesses: list[torch.Tensor] = []  # [R] for each slot, finite where it was a distribution
+        self._finite: list[torch.Tensor] = []  # [R] for each slot, before the processors; empty without any
 
     @property
     def has_open_blocks(self) -> bool:
@@ -68,16 +68,18 @@ class BlockDrawer:
     ) -> torch.Tensor:  # [R], target ids, valid ones also where a block has ended
         """Draw the next slot."""
         row, finite = self._process(logits)
-        token_ids, usable = draw_token(row, self._do_sample)
-        self._finite.append(usable if finite is None else finite)
-        self._usable.append(usable if finite is None else usable & finite)
+        token_ids, witness = draw_token(row, self._do_sample)
+        self._witnesses.append(witness)
+        if finite is not None:
+            self._finite.append(finite)
         token_ids = self._to_target_ids(token_ids, row.shape[-1])
         self._tokens.append(token_ids)
         if self._do_sample:
             self._rows.append(row)
         if not self._rowwise:  # such processors wait for the device anyway
-            slot, flags = len(self._tokens), zip(self._limits, self._open, self._usable[-1].tolist(), strict=True)
-            self._open = [is_open and usable and slot < limit for limit, is_open, usable in flags]
+            usable = torch.isfinite(witness) if finite is None else torch.isfinite(witness) & finite
+            slot, flags = len(self._tokens), zip(self._limits, self._open, usable.tolist(), strict=True)
+            self._open = [is_open and is_usable and slot < limit for limit, is_open, is_usable in flags]
             added = token_ids.to(self._texts[0].device)
             self._texts = [torch.cat([text, added[i : i + 1, None]], dim=1) for i, text in enumerate(self._texts)]
         return token_ids
@@ -87,9 +89,9 @@ class BlockDrawer:
         logits: torch.Tensor,  # [R, k, D]
     ) -> None:
         """Draw all slots at once: greedy, without processors, and where no slot depends on the drafts before it."""
-        token_ids, usable = draw_token(logits, do_sample=False)
+        token_ids, witness = draw_token(logits, do_sample=False)
         self._tokens = list(self._to_target_ids(token_ids, logits.shape[-1]).unbind(1))
-        self._usable = self._finite = list(usable.unbind(1))
+        self._witnesses = list(witness.unbind(1))
 
     def _to_target_ids(self, token_ids: torch.Tensor, width: int) -> torch.Tensor:
         if self._draft_token_ids is None or width == self._vocab_size:
@@ -117,9 +119,13 @@ class BlockDrawer:
 
     def finish(self) -> DrawnBlocks:
         """End the round; the only place where the host waits for the drawn tokens."""
-        stacked = torch.stack([torch.stack(self._usable, dim=1), torch.stack(self._finite, dim=1)])  # [2, R, k]
+        is_usable = torch.isfinite(torch.stack(self._witnesses, dim=1))  # [R, k]
+        usable_rows = finite_rows = is_usable.tolist()
+        if self._finite:
+            is_finite = torch.stack(self._finite, dim=1)
+            usable_rows, finite_rows = (is_usable & is_finite).tolist(), is_finite.tolist()
         lengths, overflowed = [], []
-        for limit, usable, finite in zip(self._limits, *stacked.tolist(), strict=True):
+        for limit, usable, finite in zip(self._limits, usable_rows, finite_rows, strict=True):
             length = next((slot for slot, flag in enumerate(usable[:limit]) if not flag), min(limit, len(usable)))
             lengths.append(length)
             overflowed.append(length < min(limit, len(usable)) and not finite[length])

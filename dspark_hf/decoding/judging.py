@@ -49,10 +49,15 @@ def judge(
         torch.cat([proposal.token_ids[:, :count], token[None]], dim=1) if count else token[None]
         for proposal, count, token in zip(proposals, num_accepted, bonus.split(1), strict=True)
     ]
-    rows = [None] * len(requests) if processed is None else list(processed[None].split(counts, dim=1))
+    rows = _rows_of(processed if first.log.scores is not None else None, counts)
+    raw_rows = _rows_of(raw if first.log.logits is not None else None, counts)
     kept = _up_to_end(requests, new_ids, rows)
-    verdicts = zip(kept, rows, raw[None].split(counts, dim=1), num_accepted, bonus.tolist(), strict=True)
-    return [Verdict(*verdict) for verdict in verdicts]
+    return [Verdict(*part) for part in zip(kept, rows, raw_rows, num_accepted, bonus.tolist(), strict=True)]
+
+
+def _rows_of(logits: torch.Tensor | None, counts: Sequence[int]) -> Sequence[torch.Tensor | None]:
+    """Logits `(K + R, V)` of each request, `(1, 1 + k, V)`; none where the call does not return them."""
+    return [None] * len(counts) if logits is None else logits[None].split(list(counts), dim=1)
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:  # of [1, k, V] each: [K, V]

@@ -38,14 +38,14 @@ class OutputLog:
 
     def add(
         self,
-        raw_logits: torch.Tensor,  # [1, n, V]
+        raw_logits: torch.Tensor | None,  # [1, n, V]
         scores: torch.Tensor | None,  # [1, n, V], the same after the processors
         num_committed: int,
     ) -> None:
         """Append the logits and scores of committed tokens."""
         if self.scores is not None and scores is not None:
             self.scores += tuple(scores[:, i] for i in range(num_committed))
-        if self.logits is not None:
+        if self.logits is not None and raw_logits is not None:
             self.logits += tuple(raw_logits[:, i].float() for i in range(num_committed))
 
     def add_layers(self, outputs: Any, cache: Any, num_committed: int, one_entry: bool) -> None:

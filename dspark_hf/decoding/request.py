@@ -35,7 +35,7 @@ class Verdict:
 
     new_ids: torch.Tensor  # [1, n], new tokens; they may end before the bonus token
     scores: torch.Tensor | None  # [1, >= n, V], the processed logits that they came from, if the call returns them
-    raw_logits: torch.Tensor  # [1, >= n, V], the same before the processors
+    raw_logits: torch.Tensor | None  # [1, >= n, V], the same before the processors, if the call returns them
     num_accepted: int  # accepted drafts
     bonus_token: int | None  # None where the text ended before it was drawn
 

@@ -58,17 +58,17 @@ def draw_token(
 
     A target's tokens are drawn by [`select_token`], which raises as plain generation does.
 
-    Returns tokens [R], any valid ones where nothing can be drawn, and a `torch.BoolTensor` [R]: whether the row was a
-    distribution, that is without NaN and +inf and with at least one number.
+    Returns tokens [R], any valid ones where nothing can be drawn, and a number for each row, [R], which is finite if
+    the row was a distribution: without NaN and +inf and with at least one number.
     """
     if not do_sample:
         best = logits.max(dim=-1)  # NaN and inf win
-        return best.indices, torch.isfinite(best.values)
+        return best.indices, best.values
     probs = logits_to_probs(logits)
-    is_distribution = torch.isfinite(probs[:, 0])  # one NaN or inf, or nothing but -inf, makes all of them NaN
+    witness = probs[:, 0].clone()  # one NaN or inf, or nothing but -inf, makes all of them NaN
     # What `torch.multinomial` does for one draw, without its check, which kills the process on an accelerator.
     race = torch.empty_like(probs).exponential_()
-    return torch.div(probs, race, out=race).argmax(dim=-1), is_distribution
+    return torch.div(probs, race, out=race).argmax(dim=-1), witness
 
 
 def accept_drafts(

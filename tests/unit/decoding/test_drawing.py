@@ -38,8 +38,8 @@ def drawer(num_requests=1, processors=(), limits=None, do_sample=False, ids=None
     ],
 )
 def test_what_can_be_drawn_from(row, expected, do_sample):
-    token, usable = draw_token(torch.tensor([[0.0, 1.0, 0.0], row]), do_sample)
-    assert usable.tolist() == [True, expected]
+    token, witness = draw_token(torch.tensor([[0.0, 1.0, 0.0], row]), do_sample)
+    assert torch.isfinite(witness).tolist() == [True, expected]
     assert 0 <= int(token[1]) < 3
     if row[1] == 0.5:
         assert int(token[1]) == 1
@@ -49,8 +49,8 @@ def test_what_can_be_drawn_from(row, expected, do_sample):
 def test_one_nan_anywhere_in_a_large_vocabulary_is_found(dtype):
     logits = torch.zeros(3, 5003, dtype=dtype)
     logits[1, 4999], logits[2, 0] = NAN, INF
-    assert draw_token(logits, do_sample=False)[1].tolist() == [True, False, False]
-    assert draw_token(logits.float(), do_sample=True)[1].tolist() == [True, False, False]
+    assert torch.isfinite(draw_token(logits, do_sample=False)[1]).tolist() == [True, False, False]
+    assert torch.isfinite(draw_token(logits.float(), do_sample=True)[1]).tolist() == [True, False, False]
 
 
 def test_a_draw_is_that_of_multinomial():
