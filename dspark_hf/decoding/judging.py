@@ -40,7 +40,9 @@ def judge(
     else:
         if first.processors:
             scores = first.processors(first.input_ids, scores)
-        draft_ids = torch.cat([proposal.token_ids[0] for proposal in proposals])
+        draft_ids = proposals[0].token_ids[0]
+        if len(proposals) > 1:
+            draft_ids = torch.cat([proposal.token_ids[0] for proposal in proposals])
         draft_logits = _joined([proposal.draft_logits for proposal in proposals if proposal.token_ids.shape[1]])
         lengths = [count - 1 for count in counts]
         result = verify_blocks(draft_ids, scores, draft_logits, lengths, first.do_sample)
@@ -118,12 +120,11 @@ def _limit(request: Request, num_new: int) -> float | None:
 
 def _are_ends(request: Request, new_ids: Sequence[torch.Tensor]) -> list[list[bool]]:
     """Whether new tokens of all texts are ends of text, by the criteria that every request has."""
+    rules = [rule for rule in request.stopping_criteria if isinstance(rule, EosTokenCriteria)]
+    if not rules:
+        return [[False] * ids.shape[1] for ids in new_ids]
     tokens = torch.cat(list(new_ids), dim=1).T  # [sum of n, 1]
-    flags = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    for rule in request.stopping_criteria:
-        if isinstance(rule, EosTokenCriteria):
-            flags = flags | rule(tokens, None)
-    remaining = iter(flags.tolist())
+    remaining = iter(torch.stack([rule(tokens, None) for rule in rules]).any(dim=0).tolist())
     return [list(islice(remaining, ids.shape[1])) for ids in new_ids]
 
 

@@ -10,6 +10,7 @@ import dspark_hf
 from dspark_hf._compat import CACHE_KEY
 from tests.support.models import random_prompt
 from tests.support.scripted import (
+    NUM_NEW,
     STATIC_CACHE_CAN_CROP,
     ForwardCounter,
     StreamerSpy,
@@ -20,9 +21,6 @@ from tests.support.scripted import (
     scripted_draft,
     with_cache,
 )
-
-
-NUM_NEW = 18
 
 
 def lfm2_target():
@@ -55,23 +53,8 @@ def any_target(request):
 
 
 @pytest.fixture(scope="module")
-def target():
-    return lively_target()
-
-
-@pytest.fixture(scope="module")
-def prompt():
-    return random_prompt(11)
-
-
-@pytest.fixture(scope="module")
 def plain(target, prompt):
     return generate(target, prompt)
-
-
-@pytest.fixture(scope="module")
-def draft(target, plain):
-    return scripted_draft(target, plain)
 
 
 def generate(target, input_ids=None, draft=None, **kwargs):

@@ -7,32 +7,14 @@ from transformers import GenerationConfig
 
 import dspark_hf
 from tests.support.closeness import assert_close
-from tests.support.models import random_prompt
 from tests.support.scripted import (
+    NUM_NEW,
     captured_log,
     expected_accepted,
     lively_target,
     num_accepted,
     scripted_draft,
 )
-
-
-NUM_NEW = 18
-
-
-@pytest.fixture(scope="module")
-def target():
-    return lively_target()
-
-
-@pytest.fixture(scope="module")
-def prompt():
-    return random_prompt(11)
-
-
-@pytest.fixture(scope="module")
-def plain(target, prompt):
-    return target.generate(prompt, do_sample=False, max_new_tokens=NUM_NEW)
 
 
 @pytest.fixture

@@ -10,10 +10,12 @@ from dspark_hf._compat import CACHE_KEY
 from tests.support.closeness import assert_close
 from tests.support.models import random_prompt
 from tests.support.scripted import (
+    NUM_NEW,
     ForwardCounter,
     assert_same_cache,
     captured_log,
     expected_accepted,
+    generate,
     lively_target,
     num_accepted,
     scripted_draft,
@@ -21,33 +23,11 @@ from tests.support.scripted import (
 )
 
 
-NUM_NEW = 18
-
-
-@pytest.fixture(scope="module")
-def target():
-    return lively_target()
-
-
-@pytest.fixture(scope="module")
-def prompt():
-    return random_prompt(11)
-
-
 @pytest.fixture(scope="module")
 def plain(target, prompt):
     text = target.generate(prompt, do_sample=False, max_new_tokens=NUM_NEW)
     assert len(set(text[0, 11:].tolist())) > 5  # a text that repeats one token would prove nothing
     return text
-
-
-@pytest.fixture(scope="module")
-def draft(target, plain):
-    return scripted_draft(target, plain)
-
-
-def generate(target, prompt, draft=None, **kwargs):
-    return target.generate(prompt, **({"do_sample": False, "max_new_tokens": NUM_NEW} | kwargs), assistant_model=draft)
 
 
 # The text

@@ -15,10 +15,11 @@ from transformers import (
 )
 
 import dspark_hf
-from tests.support.models import random_prompt
 from tests.support.scripted import (
+    NUM_NEW,
     StreamerSpy,
     assert_same_cache,
+    generate,
     letter_tokenizer,
     lively_target,
     num_accepted,
@@ -26,33 +27,6 @@ from tests.support.scripted import (
     text_of,
     with_cache,
 )
-
-
-NUM_NEW = 18
-
-
-@pytest.fixture(scope="module")
-def target():
-    return lively_target()
-
-
-@pytest.fixture(scope="module")
-def prompt():
-    return random_prompt(11)
-
-
-@pytest.fixture(scope="module")
-def plain(target, prompt):
-    return target.generate(prompt, do_sample=False, max_new_tokens=NUM_NEW)
-
-
-@pytest.fixture(scope="module")
-def draft(target, plain):
-    return scripted_draft(target, plain)
-
-
-def generate(target, prompt, draft=None, **kwargs):
-    return target.generate(prompt, **({"do_sample": False, "max_new_tokens": NUM_NEW} | kwargs), assistant_model=draft)
 
 
 class Recorder(StoppingCriteria):

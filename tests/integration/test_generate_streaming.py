@@ -10,47 +10,20 @@ from transformers import DynamicCache, TextIteratorStreamer, TextStreamer
 
 from dspark_hf import RowStreamer
 from dspark_hf.decoding.stream_end import ended_on_failure
-from tests.support.models import random_draft, random_prompt
+from tests.support.models import random_draft
 from tests.support.scripted import (
+    NUM_NEW,
     ForwardCounter,
     StreamerSpy,
+    generate,
     letter_tokenizer,
-    lively_target,
-    scripted_draft,
     with_cache,
 )
-
-
-NUM_NEW = 18
-
-
-@pytest.fixture(scope="module")
-def target():
-    return lively_target()
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return letter_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def prompt():
-    return random_prompt(11)
-
-
-@pytest.fixture(scope="module")
-def plain(target, prompt):
-    return target.generate(prompt, do_sample=False, max_new_tokens=NUM_NEW)
-
-
-@pytest.fixture(scope="module")
-def draft(target, plain):
-    return scripted_draft(target, plain)
-
-
-def generate(target, prompt, draft=None, **kwargs):
-    return target.generate(prompt, **({"do_sample": False, "max_new_tokens": NUM_NEW} | kwargs), assistant_model=draft)
 
 
 def test_blocks_arrive_as_they_are_committed(target, prompt, plain, draft):

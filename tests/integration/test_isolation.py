@@ -32,21 +32,10 @@ from transformers.utils import logging as library_logging
 import dspark_hf
 from dspark_hf.integration import register_auto_classes
 from tests.support.models import oracle_draft, random_prompt, tiny_target
-from tests.support.scripted import StreamerSpy, captured_log, letter_tokenizer, lively_target, with_cache
+from tests.support.scripted import NUM_NEW, StreamerSpy, captured_log, letter_tokenizer, lively_target, with_cache
 
 
 PATCHED = ("generate", "_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")
-NUM_NEW = 18
-
-
-@pytest.fixture(scope="module")
-def target():
-    return lively_target()
-
-
-@pytest.fixture(scope="module")
-def prompt():
-    return random_prompt(11)
 
 
 @pytest.fixture(scope="module")

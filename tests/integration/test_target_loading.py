@@ -10,13 +10,12 @@ import torch
 import transformers
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.cli import app
 from dspark_hf.common.model_sources import looks_like_path
 from dspark_hf.drafts.target_loading import find_target, load_target_model
 from tests.integration.test_targets_multimodal import image_text_target
+from tests.support.commands import run
 from tests.support.models import VOCAB_SIZE, random_draft, tiny_target
 from tests.support.scripted import captured_log
 from tests.support.training import word_tokenizer, words
@@ -24,10 +23,6 @@ from tests.support.training import word_tokenizer, words
 
 TEXT = words(10, 11, 12)
 PREPARE = ["--max-new-tokens", "6", "--rows", "2"]
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
 
 
 def succeed(*arguments):

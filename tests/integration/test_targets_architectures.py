@@ -11,17 +11,18 @@ import dspark_hf
 from tests.support.closeness import assert_close, assert_differs
 from tests.support.models import random_prompt
 from tests.support.scripted import (
+    NUM_NEW,
     ForwardCounter,
     StreamerSpy,
     draft_config_for,
     expected_accepted,
+    generate,
     lively_target,
     num_accepted,
     scripted_draft,
 )
 
 
-NUM_NEW = 18
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -129,10 +130,6 @@ def build(name: str, **overrides) -> PreTrainedModel:
                 parameter.normal_(0, 0.3)
     target.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=1)
     return target
-
-
-def generate(target, prompt, draft=None, **kwargs):
-    return target.generate(prompt, **({"do_sample": False, "max_new_tokens": NUM_NEW} | kwargs), assistant_model=draft)
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)

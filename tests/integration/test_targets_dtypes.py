@@ -8,8 +8,10 @@ from transformers import DynamicCache
 import dspark_hf
 from tests.support.models import oracle_draft, random_prompt, tiny_target
 from tests.support.scripted import (
+    NUM_NEW,
     assert_same_up_to_near_ties,
     expected_accepted,
+    generate,
     lively_target,
     num_accepted,
     scripted_draft,
@@ -18,13 +20,8 @@ from tests.support.scripted import (
 )
 
 
-NUM_NEW = 18
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PAIRS = [(target, draft) for target in DTYPES for draft in DTYPES if "fp16" not in (target, draft) or target == draft]
-
-
-def generate(target, prompt, draft=None, **kwargs):
-    return target.generate(prompt, **({"do_sample": False, "max_new_tokens": NUM_NEW} | kwargs), assistant_model=draft)
 
 
 @pytest.mark.parametrize(("target_dtype", "draft_dtype"), PAIRS)

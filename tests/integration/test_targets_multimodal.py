@@ -8,16 +8,17 @@ from transformers import DynamicCache, GenerationConfig, Qwen2_5_VLConfig, Qwen2
 import dspark_hf
 from tests.support.closeness import assert_close
 from tests.support.scripted import (
+    NUM_NEW,
     assert_same_cache,
     draft_config_for,
     expected_accepted,
+    generate,
     num_accepted,
     scripted_draft,
     with_cache,
 )
 
 
-NUM_NEW = 18
 IMAGE, START, END = 90, 92, 93
 
 
@@ -61,10 +62,6 @@ def image_text_target():
     target = Qwen2_5_VLForConditionalGeneration(config).eval()
     target.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=1)
     return target
-
-
-def generate(target, prompt, draft=None, **kwargs):
-    return target.generate(prompt, **({"do_sample": False, "max_new_tokens": NUM_NEW} | kwargs), assistant_model=draft)
 
 
 def text_prompt(seed=3):

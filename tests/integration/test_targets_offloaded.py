@@ -8,10 +8,9 @@ from transformers import GenerationConfig
 
 import dspark_hf
 from tests.support.models import random_prompt
-from tests.support.scripted import expected_accepted, lively_target, num_accepted, scripted_draft
+from tests.support.scripted import NUM_NEW, expected_accepted, generate, lively_target, num_accepted, scripted_draft
 
 
-NUM_NEW = 18
 DEVICE_MAPS = {
     "layers": {
         "model.embed_tokens": "cpu",
@@ -33,10 +32,6 @@ DEVICE_MAPS = {
     },
     "all": {"": "disk"},
 }
-
-
-def generate(target, prompt, draft=None, **kwargs):
-    return target.generate(prompt, **({"do_sample": False, "max_new_tokens": NUM_NEW} | kwargs), assistant_model=draft)
 
 
 def check(target, expected):

@@ -8,10 +8,7 @@ from peft import LoraConfig, get_peft_model
 import dspark_hf
 from tests.support.closeness import assert_close
 from tests.support.models import random_prompt
-from tests.support.scripted import expected_accepted, lively_target, num_accepted, scripted_draft
-
-
-NUM_NEW = 18
+from tests.support.scripted import NUM_NEW, expected_accepted, lively_target, num_accepted, scripted_draft
 
 
 def lora_target(*modules):

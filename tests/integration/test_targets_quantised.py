@@ -9,15 +9,16 @@ import dspark_hf
 from tests.support.closeness import assert_close
 from tests.support.models import random_prompt
 from tests.support.scripted import (
+    NUM_NEW,
     assert_same_up_to_near_ties,
     draft_config_for,
+    generate,
     num_accepted,
     scripted_draft,
     text_of,
 )
 
 
-NUM_NEW = 18
 FOUR_BITS = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
 KINDS = {
     "4bit": FOUR_BITS,
@@ -54,10 +55,6 @@ def load(path, **quantisation):
     )
     target.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=1)
     return target
-
-
-def generate(target, prompt, draft=None, **kwargs):
-    return target.generate(prompt, **({"do_sample": False, "max_new_tokens": NUM_NEW} | kwargs), assistant_model=draft)
 
 
 def check(target, exact):

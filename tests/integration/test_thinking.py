@@ -5,12 +5,12 @@ import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from dspark_hf.cli import app, calibrate, compare
+from dspark_hf.cli import calibrate, compare
 from dspark_hf.common.thinking import choose_thinking, has_thinking_switch, thinks_by_default, with_thinking
 from dspark_hf.demo.session import Pair, Session
 from dspark_hf.demo.settings import Limits, RunSettings
+from tests.support.commands import run
 from tests.support.models import oracle_draft, random_draft, tiny_target
 from tests.support.scripted import captured_log
 from tests.support.training import word_tokenizer, words
@@ -27,10 +27,6 @@ WITHOUT_SWITCH = (
 OFF_BY_DEFAULT = WITHOUT_SWITCH + "{% if not enable_thinking %} nothink{% endif %}"
 # The word alone is no switch.
 MENTIONED = "{# enable_thinking is not supported #}" + WITHOUT_SWITCH
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
 
 
 def ids(tokenizer):

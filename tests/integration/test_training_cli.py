@@ -8,12 +8,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from dspark_hf import DSparkDraftModel
-from dspark_hf.cli import app
 from dspark_hf.default_pair import ensure_default_target
 from tests.integration.test_training_resume import target_without_mask
+from tests.support.commands import read, run, write
 from tests.support.models import rewrite
 from tests.support.server import good, serving
 from tests.support.training import word_tokenizer, words
@@ -21,10 +20,6 @@ from tests.support.training import word_tokenizer, words
 
 TRAIN = ["--report_to", "none", "--use_cpu", "--disable_tqdm", "true", "--save_strategy", "no", "--num_anchors", "6"]
 DRAFT = ["--draft_num_layers", "1", "--block_size", "3", "--num_taps", "2", "--markov_rank", "8"]
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
 
 
 def succeed(*arguments):
@@ -42,15 +37,6 @@ def refuse(*arguments, match):
     assert re.search(match, result.stderr), result.stderr
     assert "Traceback" not in result.output
     return result.stderr
-
-
-def write(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def figures_of(output):

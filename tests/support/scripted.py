@@ -27,6 +27,17 @@ from tests.support.models import VOCAB_SIZE, tiny_target
 STATIC_CACHE_CAN_CROP = CACHE_KEY == "cache"
 
 
+NUM_NEW = 18  # tokens of the texts below
+
+
+def generate(
+    target: PreTrainedModel, prompt: torch.Tensor, draft: DSparkDraftModel | None = None, **kwargs: Any
+) -> Any:
+    """A greedy text of `NUM_NEW` tokens, unless the arguments say otherwise."""
+    arguments = {"do_sample": False, "max_new_tokens": NUM_NEW} | kwargs
+    return target.generate(prompt, **arguments, assistant_model=draft)
+
+
 def lively_target(kind: str = "qwen3", seed: int = 0) -> PreTrainedModel:
     """A tiny target that reads its whole context: its text does not repeat, nor forgive a wrong cache or mask."""
     return tiny_target(kind, seed, context_scale=1.0)

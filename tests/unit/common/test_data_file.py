@@ -8,14 +8,11 @@ import pytest
 from dspark_hf.common.data_file import DataFile, RefusedFile
 from dspark_hf.training.answers import PrepareSettings
 from dspark_hf.training.sampling import SamplingSettings
+from tests.support.commands import read
 
 
 SETTINGS = PrepareSettings("tiny", SamplingSettings(max_new_tokens=6, temperature=0))
 GREEDY = SETTINGS.sampling
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_rows_are_there_again(tmp_path):

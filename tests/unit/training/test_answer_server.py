@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Answers of a server: what it is asked, what it says, and when a run ends."""
 
-import json
 import threading
 import time
 
@@ -12,6 +11,7 @@ from dspark_hf.training.answers import PrepareSettings, PromptRow, write_answers
 from dspark_hf.training.dataset import encode_row
 from dspark_hf.training.sampling import SamplingSettings
 from tests.support.chat import CALL, THINKING, TOOL, TOOLS, assistant, byte_tokenizer, tool_result, user
+from tests.support.commands import read
 from tests.support.scripted import captured_log
 from tests.support.server import good, serving
 from tests.support.training import words
@@ -25,10 +25,6 @@ def prompt(*ids) -> PromptRow:
 
 
 PROMPTS = [prompt(*range(10 + i, 12 + 2 * i)) for i in range(7)]
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts, the target's own answers to them, and prompts of its own."""
 
-import json
-
 import pytest
 import torch
 
@@ -12,6 +10,7 @@ from dspark_hf.training.dataset import encode_row
 from dspark_hf.training.left_out import LeftOut
 from dspark_hf.training.sampling import SamplingSettings
 from tests.support.chat import CALL, TOOL, TOOLS, assistant, byte_tokenizer, tool_result, user
+from tests.support.commands import read
 from tests.support.models import tiny_target
 from tests.support.scripted import captured_log
 from tests.support.training import ASSISTANT, EOS, NO_THINKING, TEMPLATE, USER, word_tokenizer, words
@@ -41,10 +40,6 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def target():
     return tiny_target(context_scale=0.2)
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 # Prompts

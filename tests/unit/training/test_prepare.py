@@ -12,6 +12,7 @@ from rich.progress import Progress
 from dspark_hf.training import prepare
 from dspark_hf.training.prepare import PrepareJob
 from dspark_hf.training.sampling import SamplingSettings
+from tests.support.commands import write
 from tests.support.models import tiny_target
 from tests.support.scripted import captured_log
 from tests.support.training import word_tokenizer, words
@@ -45,11 +46,6 @@ def target():
 
 def run(job, target, progress=None):
     return job.run_here(target, word_tokenizer(), progress or Progress(disable=True))
-
-
-def write(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def answered(tmp_path):
