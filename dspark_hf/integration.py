@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from .decoding.call import generator_for
 from .decoding.criterion import resolve_options
-from .decoding.eagle3_drafter import resolve_num_drafts
+from .decoding.eagle3_drafter import resolve_eagle3
 from .decoding.loop import decode
 from .decoding.stream_end import claim, ended_on_failure
 from .drafts.configuration_dspark import DSparkConfig
@@ -93,7 +93,6 @@ def check_call(
 ) -> None:
     """Refuse what DSpark does not support, before anything is generated."""
     others = {
-        "prompt_lookup_num_tokens": generation_config.prompt_lookup_num_tokens,
         "assistant_early_exit": generation_config.assistant_early_exit,
         "use_mtp": getattr(generation_config, "use_mtp", None),
         "speculation_type": getattr(generation_config, "speculation_type", None),
@@ -129,7 +128,7 @@ def check_call(
             f"The draft has no weights: {unloaded} is on the meta device. Load it with "
             f"{type(draft).__name__}.from_pretrained."
         )
-    resolve = resolve_num_drafts if isinstance(draft, Eagle3DraftModel) else resolve_options
+    resolve = resolve_eagle3 if isinstance(draft, Eagle3DraftModel) else resolve_options
     resolve(draft.config, draft.generation_config, generation_config)
     draft.bind_target(target)  # last, since it may probe the target
 

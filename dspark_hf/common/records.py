@@ -29,8 +29,9 @@ class RoundRecord:
         draft_s (`float`): Seconds spent drafting.
         verify_s (`float`): Seconds of the target's forward pass.
         round_s (`float`): Seconds of the whole round.
-        drafted (`bool`): Whether a block was drafted; `False` where drafting was skipped because it does not pay off.
+        drafted (`bool`): Whether a block was drafted; `False` where drafts were copied, or drafting does not pay off.
         request (`int`): Row of the batch. The seconds of a batch's round are shared equally among its rows.
+        num_copied (`int`): Drafts at the end of `token_ids` that were copied from the text.
     """
 
     anchor_id: int
@@ -44,11 +45,25 @@ class RoundRecord:
     round_s: float = 0.0
     drafted: bool = True
     request: int = 0
+    num_copied: int = 0
 
     @property
     def verify_length(self) -> int:
         """`int`: Drafts sent to verification (l_r)."""
         return len(self.token_ids)
+
+    @property
+    def num_drawn(self) -> int:
+        """`int`: Drafts of the block that were sent; those copied from the text come after them."""
+        return self.verify_length - self.num_copied
+
+    @property
+    def source(self) -> str:
+        """`str`: Where the drafts came from: `"block"` or `"copy"`, `"both"` for a block that a copy continues, or
+        `"none"` if the round did not draft."""
+        if self.drafted:
+            return "both" if self.num_copied else "block"
+        return "copy" if self.num_copied else "none"
 
     @property
     def accepted_length(self) -> int:
@@ -68,7 +83,8 @@ class RoundRecord:
             `bool`
         """
         is_judged = self.bonus_token is not None or self.num_accepted == num_slots
-        return is_judged and self.verify_length == len(self.confidence) == num_slots
+        is_whole = self.verify_length == len(self.confidence) == num_slots
+        return is_judged and is_whole and not self.num_copied
 
     @property
     def truncated(self) -> bool:
@@ -123,8 +139,29 @@ class AcceptanceStats:
 
     @property
     def num_skipped(self) -> int:
-        """`int`: Rounds that did not draft."""
-        return sum(not record.drafted for record in self.rounds)
+        """`int`: Rounds without drafts, since none would have paid off."""
+        return sum(record.source == "none" for record in self.rounds)
+
+    def by_source(self) -> dict[str, AcceptanceStats]:
+        """The rounds of each source of drafts that was used.
+
+        Returns:
+            `dict[str, AcceptanceStats]`: see [`RoundRecord.source`] for the keys.
+        """
+        found: dict[str, AcceptanceStats] = {}
+        for record in self.rounds:
+            found.setdefault(record.source, AcceptanceStats()).add(record)
+        return found
+
+    @property
+    def num_copied(self) -> int:
+        """`int`: Drafts sent to verification that were copied from the text."""
+        return sum(record.num_copied for record in self.rounds)
+
+    @property
+    def num_copied_accepted(self) -> int:
+        """`int`: Copied drafts that the target accepted."""
+        return sum(max(0, record.num_accepted - record.num_drawn) for record in self.rounds)
 
     @property
     def accepted_length(self) -> float:
@@ -144,11 +181,11 @@ class AcceptanceStats:
 
     @property
     def slot_counts(self) -> list[tuple[int, int]]:
-        """`list[tuple[int, int]]`: Per slot, rounds that sent it and accepted all before it, and those that accepted
-        it as well."""
+        """`list[tuple[int, int]]`: Per slot of a block, rounds that sent it and accepted all before it, and those that
+        accepted it as well. Copied drafts are no slots."""
         counts = []
-        for slot in range(max((record.verify_length for record in self.rounds), default=0)):
-            reached = [r for r in self.rounds if r.verify_length > slot and r.num_accepted >= slot]
+        for slot in range(max((record.num_drawn for record in self.rounds), default=0)):
+            reached = [r for r in self.rounds if r.num_drawn > slot and r.num_accepted >= slot]
             counts.append((len(reached), sum(r.num_accepted > slot for r in reached)))
         return counts
 

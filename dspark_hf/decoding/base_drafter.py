@@ -7,6 +7,7 @@ vocabulary (= V unless reduced).
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from .._compat import hidden_states_of
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..drafts.modeling_eagle3 import Eagle3DraftModel
 from ..drafts.position_limits import position_limits
+from ..scheduling.choice import DraftPlan
+from ..scheduling.policy import DraftingPolicy
+from ..scheduling.request_history import RequestHistory
 from .drafter import CommittedContext, DraftProposal
 from .drafter_inputs import (
     context_of_one,
@@ -36,6 +40,8 @@ class BaseDrafter(CandidateGenerator):
 
     requires_model_outputs = True
     kind: str  # of the drafts, for messages
+    policy: DraftingPolicy  # what is drafted
+    num_drafts: int  # most slots of a block
 
     def __init__(
         self,
@@ -114,18 +120,87 @@ class BaseDrafter(CandidateGenerator):
         raise NotImplementedError
 
     def propose(self, requests: Sequence[Request], others_wait: bool = False) -> list[DraftProposal]:
-        """Draft after each text; see [`Drafter`]."""
+        """Draft after each request's anchor: copy what the text said before, or write a block, as the policy plans it.
+
+        Args:
+            requests (`Sequence[Request]` of length R): All of the call that have not ended; each text ends with its
+                anchor.
+            others_wait (`bool`, *optional*, defaults to `False`):
+                Whether other texts take the places of those that end, so that none of these holds up the call.
+
+        Returns:
+            `list[DraftProposal]`: empty ones where the length limit leaves no room for a draft, where neither pays
+            off, or where the draft's numbers are repeatedly not finite; the context waits then, and is caught up with
+            in one pass.
+        """
+        tokens_left = None if others_wait else [request.num_left for request in requests]
+        histories = histories_of(requests)
+        copied = [self._read_text(*pair) for pair in zip(requests, histories, strict=True)]
+        limits, slots = self._limits(requests)
+        copy_limits = [min(pair) for pair in zip(limits, map(len, copied), strict=True)]
+        plan = self.policy.plan(histories, copy_limits, slots, tokens_left)
+        rows = [row for row, drafts in enumerate(plan.drafts_block) if drafts]
+        blocks = dict(zip(rows, self._blocks(requests, rows, slots, plan, tokens_left) if rows else [], strict=True))
+        nothing = [DraftProposal(request.input_ids[:, :0], drafted=False) for request in requests]
+        proposals = [blocks.get(row, empty) for row, empty in enumerate(nothing)]
+        return self._with_copies(proposals, copied, plan, histories)
+
+    def _blocks(
+        self,
+        requests: Sequence[Request],  # [R], all of the round
+        rows: Sequence[int],  # [D], those that write a block
+        slots: Sequence[int],  # [R], drafts that each may make
+        plan: DraftPlan,
+        tokens_left: Sequence[int] | None,  # [R]
+    ) -> list[DraftProposal]:  # [D]
+        """Write blocks, cut where further drafts do not pay off."""
         raise NotImplementedError
 
-    def _slots(self, requests: Sequence[Request], most: int) -> list[int]:
-        """Drafts that each request may make in this round, at most `most`; none while it pauses."""
-        slots = []
+    def _read_text(self, request: Request, history: RequestHistory) -> list[int]:
+        """Let the history read the new tokens; what a copy would go on with, up to the end of a text."""
+        source, options = history.copies, self.policy.copies
+        if source is None or options is None:
+            return []
+        source.read(request.input_ids[0, source.num_read :].cpu().numpy())
+        if not source.match_length:
+            return []
+        copied = source.tokens(options.num_tokens).tolist()
+        return copied[: length_to_end(copied, self._end_ids)]
+
+    def _limits(self, requests: Sequence[Request]) -> tuple[list[int], list[int]]:
+        """Drafts of any kind that the text of each request has room for, and slots that it may draft."""
+        copies = self.policy.copies
+        most, limits, slots = max(self.num_drafts, copies.num_tokens if copies else 0), [], []
         for request in requests:
             # The target adds one token itself, so a draft at the last free position could never be kept.
             wanted, state = max(0, min(most, request.num_left - 1)), request.drafting
-            allowed = drafts_within(self._position_limits, wanted, request.input_ids, state.anchor_position)
-            slots.append(allowed if allowed and state.pause.passes() else 0)
-        return slots
+            limits.append(drafts_within(self._position_limits, wanted, request.input_ids, state.anchor_position))
+            slots.append(min(limits[-1], self.num_drafts) if limits[-1] and state.pause.passes() else 0)
+        return limits, slots
+
+    def _with_copies(
+        self,
+        proposals: Sequence[DraftProposal],
+        copied: Sequence[list[int]],  # what a copy would go on with
+        plan: DraftPlan,
+        histories: Sequence[RequestHistory],
+    ) -> list[DraftProposal]:
+        """Copy where that is planned, and beyond blocks that agree with a copy."""
+        lengths = [proposal.token_ids.shape[1] for proposal in proposals]
+        agree = [
+            0 < length < len(rates) and proposal.token_ids[0].tolist() == tokens[:length]
+            for proposal, length, rates, tokens in zip(proposals, lengths, plan.copy_acceptance, copied, strict=True)
+        ]
+        beyond = self.policy.copies_beyond(histories, plan, lengths, agree) if any(agree) else [0] * len(lengths)
+        joined = []
+        for row, (proposal, tokens, length) in enumerate(zip(proposals, copied, lengths, strict=True)):
+            count = beyond[row] if plan.drafts_block[row] else plan.copy_lengths[row]
+            if count:
+                ids = torch.tensor([tokens[length : length + count]], device=proposal.token_ids.device)
+                token_ids = torch.cat([proposal.token_ids, ids], dim=1)
+                proposal = dataclasses.replace(proposal, token_ids=token_ids, num_copied=count)
+            joined.append(proposal)
+        return joined
 
     def _drawer(self, requests: Sequence[Request], texts: Sequence[torch.Tensor], slots: Sequence[int]) -> BlockDrawer:
         processors, vocab_size = [request.drafting.processors for request in requests], self.draft.config.vocab_size
@@ -150,20 +225,14 @@ class BaseDrafter(CandidateGenerator):
                 request.drafting.pause.observe(failed or (overflowed and length == 0))
 
     def _proposal(
-        self,
-        text: torch.Tensor,  # [1, s]
-        drawn: DrawnBlocks,
-        row: int,
-        length: int,
-        confidence: tuple[float, ...] = (),
-        drafted: bool = True,
+        self, text: torch.Tensor, drawn: DrawnBlocks, row: int, length: int, confidence: tuple[float, ...] = ()
     ) -> DraftProposal:
-        """The first drafts of a request, on the device of its text."""
+        """The first drafts of a block, on the device of its text, [1, s]."""
         block, q = (slice(row, row + 1), slice(length)), None
         if drawn.draft_logits is not None:
             vocab_size = self.draft.config.vocab_size
             q = over_target_vocabulary(drawn.draft_logits[block], self._draft_token_ids, vocab_size).to(text.device)
-        return DraftProposal(drawn.token_ids[block].to(text.device), q, confidence, drafted)
+        return DraftProposal(drawn.token_ids[block].to(text.device), q, confidence)
 
     # transformers' protocol
 
@@ -186,8 +255,17 @@ class BaseDrafter(CandidateGenerator):
         num_tokens = num_prompt_tokens(hidden_states) if is_prompt else int(n_last_matches) + 1
         self.add_context(request, hidden_states, num_tokens, model_kwargs)
         (proposal,) = self.propose([request])
-        logits = proposal.draft_logits if proposal.token_ids.shape[1] else None
-        return torch.cat([input_ids, proposal.token_ids], dim=1), logits
+        return torch.cat([input_ids, proposal.token_ids], dim=1), self._stock_logits(proposal)
+
+    def _stock_logits(self, proposal: DraftProposal) -> torch.Tensor | None:  # [1, k, V]
+        """Logits as the stock loop expects them; without any it draws from p and compares, which is right for copies."""
+        if proposal.draft_logits is None or proposal.num_copied == proposal.token_ids.shape[1]:
+            return None
+        if not proposal.num_copied:
+            return proposal.draft_logits
+        copied = proposal.token_ids[:, -proposal.num_copied :]
+        one_hot = proposal.draft_logits.new_full((*copied.shape, proposal.draft_logits.shape[-1]), float("-inf"))
+        return torch.cat([proposal.draft_logits, one_hot.scatter_(-1, copied[..., None], 0.0)], dim=1)
 
     def _stock_request(self, input_ids: torch.Tensor) -> Request:
         """The one text of the stock loop, as a request."""
@@ -200,3 +278,12 @@ class BaseDrafter(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """transformers' protocol; the stock loop does not time its rounds, so nothing is learned from it."""
+
+
+def histories_of(requests: Sequence[Request]) -> list[RequestHistory]:
+    """The histories of requests that the drafter has taken in."""
+    histories = [request.drafting.history for request in requests]
+    known = [history for history in histories if history is not None]
+    if len(known) < len(histories):
+        raise RuntimeError("The drafter was not given every request. Call `add_requests` first.")
+    return known

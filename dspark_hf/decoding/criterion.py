@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +11,18 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria
 
 from ..drafts.configuration_dspark import DSparkConfig
-from ..scheduling.policy import DraftingPolicy
-from ..scheduling.rules import LookaheadScheduler, PrefixScheduler, Scheduler, ThresholdScheduler
+from ..scheduling.copying import MOST_COPIES
+from ..scheduling.policy import CopyOptions, DraftingPolicy
+from ..scheduling.rules import FixedScheduler, LookaheadScheduler, PrefixScheduler, Scheduler, ThresholdScheduler
+from ..scheduling.text_index import LONGEST_MATCH
 from .drafter_inputs import chosen_knob
 
 
 # Every draft; Algorithm 1; look-ahead and gate.
 SCHEDULES = ("constant", "confidence", "hardware")
 REPLACED_BY_HARDWARE = ("lookahead", "capacity")  # saved with older drafts
+# Without a schedule, an ending that occurred before with at least this many tokens is copied.
+SHORTEST_UNSCHEDULED_MATCH = 2
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,7 @@ class DraftingOptions:
     num_assistant_tokens: int  # most drafts sent per round
     confidence_threshold: float | None  # cut at the first slot whose own confidence is below it
     schedule: str  # one of `SCHEDULES`; a threshold takes precedence over it
+    copies: CopyOptions | None  # None where nothing is copied
 
 
 def resolve_options(
@@ -68,17 +74,42 @@ def resolve_options(
                 "`assistant_confidence_threshold` needs a confidence head, which this draft does not have; got "
                 f"{threshold}. Unset it, or limit the drafts with `num_assistant_tokens`."
             )
-    return DraftingOptions(num_tokens, threshold, schedule)
+    is_scheduled = threshold is None and schedule != "constant"
+    copies = resolve_copies(is_scheduled, config.copy_prior, draft_generation_config, call_config)
+    return DraftingOptions(num_tokens, threshold, schedule, copies)
 
 
-def criterion_for(
-    options: DraftingOptions, config: DSparkConfig, do_sample: bool
-) -> AdaptiveConfidenceCriteria | None:  # None where every draft is sent
+def resolve_copies(
+    is_scheduled: bool,  # whether a schedule decides what is drafted
+    prior: Sequence[float] | None,
+    draft_generation_config: GenerationConfig,
+    call_config: GenerationConfig | None = None,
+) -> CopyOptions | None:  # None where nothing is copied
+    """Read `prompt_lookup_num_tokens` and `max_matching_ngram_size`.
+
+    Unset, the schedule decides, and without one nothing is copied. 0 turns copying off, a number limits it.
+    """
+    most = chosen_knob("prompt_lookup_num_tokens", draft_generation_config, call_config)
+    longest = chosen_knob("max_matching_ngram_size", draft_generation_config, call_config)
+    if most is not None and (type(most) is not int or most < 0):
+        raise ValueError(
+            f"`prompt_lookup_num_tokens` must be an integer >= 0, got {most!r}. 0 turns copying from the text off; "
+            "unset, the schedule decides."
+        )
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise ValueError(f"`max_matching_ngram_size` must be an integer >= 1, got {longest!r}.")
+    if most == 0 or (most is None and not is_scheduled):
+        return None
+    shortest = None if is_scheduled else min(SHORTEST_UNSCHEDULED_MATCH, longest or LONGEST_MATCH)
+    return CopyOptions(most or MOST_COPIES, longest or LONGEST_MATCH, shortest, prior)
+
+
+def criterion_for(options: DraftingOptions, config: DSparkConfig, do_sample: bool) -> AdaptiveConfidenceCriteria:
     """The criterion that the knobs ask for; times must not steer a random stream, so sampling does not learn them."""
     if options.confidence_threshold is not None:
         scheduler: Scheduler = ThresholdScheduler(options.confidence_threshold)
     elif options.schedule == "constant":
-        return None
+        scheduler = FixedScheduler(options.num_assistant_tokens)
     else:
         scheduler = PrefixScheduler() if options.schedule == "confidence" else LookaheadScheduler()
     return AdaptiveConfidenceCriteria(
@@ -87,6 +118,7 @@ def criterion_for(
         acceptance_prior=config.acceptance_prior,
         learn_times=not do_sample,
         may_skip=options.confidence_threshold is None and options.schedule == "hardware",
+        copies=options.copies,
     )
 
 

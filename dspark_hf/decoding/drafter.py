@@ -23,16 +23,19 @@ class DraftProposal:
 
     Args:
         token_ids (`torch.LongTensor` of shape `(1, k)`): Drafts, k >= 0, on the device of the text.
-        draft_logits (`torch.Tensor` of shape `(1, k, V)`, *optional*):
-            Exactly the logits the drafts were sampled from, fp32; `None` when greedy.
+        draft_logits (`torch.Tensor` of shape `(1, k - num_copied, V)`, *optional*):
+            Exactly the logits the drafts were sampled from, fp32; `None` when greedy, or if all are copied.
         confidence (`tuple[float, ...]`): c of every slot drafted, cut ones included; empty without a confidence head.
-        drafted (`bool`): Whether a block was drafted; `False` if drafting does not pay off or no draft could be kept.
+        drafted (`bool`): Whether a block was drafted; `False` if drafts are copied, drafting does not pay off or no
+            draft could be kept.
+        num_copied (`int`): Drafts at the end that were copied from the text: their q is one-hot.
     """
 
     token_ids: torch.Tensor
     draft_logits: torch.Tensor | None = None
     confidence: tuple[float, ...] = ()
     drafted: bool = True
+    num_copied: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import LogitsProcessorList
 
-from ..scheduling.acceptance import AcceptanceHistory
 from ..scheduling.gate import DraftingPause
+from ..scheduling.request_history import RequestHistory
 
 
 @dataclass
@@ -20,7 +20,7 @@ class DraftingState:
     """Owned by the request, filled by the drafter of its call."""
 
     processors: LogitsProcessorList  # mirrored
-    history: AcceptanceHistory | None = None  # None where every draft is sent
+    history: RequestHistory | None = None  # None where nothing is ever drafted
     pause: DraftingPause = field(default_factory=DraftingPause)
     # Of committed tokens that the draft has not read yet, in parts; padding is left out.
     context: list[torch.Tensor] = field(default_factory=list)  # each [1, c, m * d]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts with a DSpark draft: one parallel pass, the sequential chain, and the cut.
 
-Legend: R requests, C new context tokens of all of them, g block_size, k drafts, m captured layers, d hidden. The
+Legend: R requests, D of them that draft, C new context tokens of all of them, g block_size, k drafts, m captured layers, d hidden. The
 distribution q of a draft is the one after the mirrored processors.
 """
 
@@ -16,9 +16,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from ..common.records import RoundRecord
 from ..drafts.draft_cache import DraftCache
 from ..drafts.modeling_dspark import DSparkDraftModel
-from ..scheduling.acceptance import AcceptanceHistory
+from ..scheduling.choice import DraftPlan
 from ..scheduling.curve import SPSCurve
-from .base_drafter import BaseDrafter
+from .base_drafter import BaseDrafter, histories_of
 from .criterion import criterion_for, resolve_options
 from .drafter import DraftProposal
 from .drawing import DrawnBlocks, warn_not_finite
@@ -54,7 +54,8 @@ class DSparkCandidateGenerator(BaseDrafter):
     ):
         super().__init__(target, draft, generation_config, logits_processor)
         self.options = resolve_options(draft.config, draft.generation_config, generation_config)
-        self.criterion = criterion_for(self.options, draft.config, self.do_sample)
+        self.policy = self.criterion = criterion_for(self.options, draft.config, self.do_sample)
+        self.num_drafts = self.options.num_assistant_tokens
         self._cache = DraftCache(draft.config.num_hidden_layers, num_requests=0)
 
     def _num_cached(self) -> int:
@@ -63,7 +64,7 @@ class DSparkCandidateGenerator(BaseDrafter):
     @property
     def needs_curve(self) -> bool:
         """`bool`: Whether measured round times would change what is drafted."""
-        return self.criterion is not None and self.criterion.needs_curve
+        return self.criterion.needs_curve
 
     def use_curve(self, curve: SPSCurve) -> None:
         """Schedule by measured round times; without a call, by those of a typical machine.
@@ -71,8 +72,7 @@ class DSparkCandidateGenerator(BaseDrafter):
         Args:
             curve (`SPSCurve`): Round times of the pair on this machine.
         """
-        if self.criterion is not None:
-            self.criterion.use_curve(curve)
+        self.criterion.use_curve(curve)
 
     def add_requests(self, requests: Sequence[Request]) -> None:
         """Take in requests after the present ones.
@@ -81,9 +81,8 @@ class DSparkCandidateGenerator(BaseDrafter):
             requests (`Sequence[Request]`): Requests that begin.
         """
         self._cache.add(len(requests))
-        if self.criterion is not None:
-            for request in requests:
-                request.drafting.history = self.criterion.new_history()
+        for request in requests:
+            request.drafting.history = self.criterion.new_history()
 
     def keep_requests(self, requests: Sequence[int]) -> None:
         """Forget all other requests.
@@ -93,37 +92,27 @@ class DSparkCandidateGenerator(BaseDrafter):
         """
         self._cache.keep(requests)
 
-    def propose(self, requests: Sequence[Request], others_wait: bool = False) -> list[DraftProposal]:
-        """Draft the tokens after each request's anchor and cut them where further drafts do not pay off.
-
-        Args:
-            requests (`Sequence[Request]` of length R): All of the call that have not ended; each text ends with its
-                anchor.
-            others_wait (`bool`, *optional*, defaults to `False`):
-                Whether other texts take the places of those that end, so that none of these holds up the call.
-
-        Returns:
-            `list[DraftProposal]`: empty ones where the length limit leaves no room for a draft, where drafting does
-            not pay off, or where the draft's numbers are repeatedly not finite; the context waits then, and is
-            caught up with in one pass.
-        """
-        tokens_left = None if others_wait else [request.num_left for request in requests]
-        slots = self._slots(requests, self.options.num_assistant_tokens)
-        if max(slots) < 1 or not self._should_draft(requests, tokens_left):
-            return [DraftProposal(request.input_ids[:, :0], drafted=False) for request in requests]
-        hidden = self._parallel_stage(requests)[:, : max(slots)]  # [R, k, d]
-        drawn, confidence = self._sequential_stage(requests, hidden, slots)
-        rows, confidence = self._recorded(drawn, confidence)
-        lengths = self._until_end(drawn, self._cut(requests, drawn, confidence, hidden.shape[1], tokens_left))
-        no_confidence = [not length and row[:1] == (0.0,) for row, length in zip(rows, lengths, strict=True)]
-        self._note_failures(requests, drawn, slots, no_confidence)
+    def _blocks(
+        self,
+        requests: Sequence[Request],
+        rows: Sequence[int],
+        slots: Sequence[int],
+        plan: DraftPlan,
+        tokens_left: Sequence[int] | None,
+    ) -> list[DraftProposal]:
+        """Draft blocks in one pass and cut them, see [`BaseDrafter._blocks`]."""
+        drafting, slots = [requests[row] for row in rows], [slots[row] for row in rows]
+        left = [tokens_left[row] for row in rows] if tokens_left is not None else None
+        hidden = self._parallel_stage(drafting, rows)[:, : max(slots)]  # [D, k, d]
+        drawn, confidence = self._sequential_stage(drafting, hidden, slots)
+        recorded, confidence = self._recorded(drawn, confidence)
+        lengths = self._until_end(drawn, self._cut(drafting, drawn, confidence, hidden.shape[1], plan, left))
+        no_confidence = [not length and own[:1] == (0.0,) for own, length in zip(recorded, lengths, strict=True)]
+        self._note_failures(drafting, drawn, slots, no_confidence)
         return [
-            self._proposal(request.input_ids, drawn, row, lengths[row], rows[row], drafted=slots[row] > 0)
-            for row, request in enumerate(requests)
+            self._proposal(request.input_ids, drawn, place, lengths[place], recorded[place])
+            for place, request in enumerate(drafting)
         ]
-
-    def _should_draft(self, requests: Sequence[Request], tokens_left: Sequence[int] | None) -> bool:
-        return self.criterion is None or self.criterion.should_draft(_histories(requests), tokens_left)
 
     def _recorded(
         self, drawn: DrawnBlocks, confidence: torch.Tensor | None
@@ -137,8 +126,8 @@ class DSparkCandidateGenerator(BaseDrafter):
         confidence = torch.nan_to_num(confidence, nan=0.0)
         return [tuple(0.0 if math.isnan(c) else c for c in row) for row in rows], confidence
 
-    def _parallel_stage(self, requests: Sequence[Request]) -> torch.Tensor:
-        """One forward over [anchor, mask, ...] and the context since the last; the predicting slots, [R, slots, d]."""
+    def _parallel_stage(self, requests: Sequence[Request], rows: Sequence[int]) -> torch.Tensor:
+        """One forward over [anchor, mask, ...] and the context since the last; the predicting slots, [D, slots, d]."""
         config, states = self.draft.config, [request.drafting for request in requests]
         anchor_id = torch.cat([request.input_ids[:, -1:] for request in requests])
         masks = anchor_id.new_full((len(requests), config.block_size - 1), config.mask_token_id)
@@ -149,7 +138,7 @@ class DSparkCandidateGenerator(BaseDrafter):
         anchor_position = torch.cat(anchors, dim=1)  # [1, R]
         offsets = torch.arange(config.block_size, device=anchor_position.device)
         block_positions = (anchor_position[:, :, None] + offsets).flatten(1)
-        self._cache.begin([state.num_waiting for state in states], config.block_size)
+        self._cache.begin([state.num_waiting for state in states], config.block_size, rows)
         for state in states:
             state.context, state.positions = [], []
         outputs = self.draft(
@@ -200,13 +189,14 @@ class DSparkCandidateGenerator(BaseDrafter):
         drawn: DrawnBlocks,
         confidence: torch.Tensor | None,
         num_slots: int,
+        plan: DraftPlan,
         tokens_left: Sequence[int] | None,
     ) -> list[int]:
         """Choose how many drafts of each request to send."""
-        lengths, histories = drawn.lengths, _histories(requests)
-        if self.criterion is not None and max(lengths):
+        lengths, histories = drawn.lengths, histories_of(requests)
+        if max(lengths):
             if confidence is None:
-                confidence = torch.tensor([history.conditional_acceptance[:num_slots] for history in histories])
+                confidence = torch.tensor([own.blocks.conditional_acceptance[:num_slots] for own in histories])
             # As wide as without dead ends, which depend on the drafts before them: how many slots there are must not
             # tell the scheduler of a slot what its draft leads to.
             confidence = torch.nn.functional.pad(confidence, (0, num_slots - confidence.shape[1]))
@@ -214,7 +204,7 @@ class DSparkCandidateGenerator(BaseDrafter):
                 slots = torch.arange(num_slots, device=confidence.device)
                 is_kept = slots < torch.tensor(lengths, device=confidence.device)[:, None]
                 confidence = confidence.masked_fill(~is_kept, 0.0)
-            chosen = self.criterion.verify_lengths(histories, confidence, tokens_left).tolist()
+            chosen = self.criterion.verify_lengths(histories, confidence, tokens_left, plan).tolist()
             lengths = [min(pair) for pair in zip(chosen, lengths, strict=True)]
         return lengths
 
@@ -225,10 +215,4 @@ class DSparkCandidateGenerator(BaseDrafter):
             requests (`Sequence[Request]` of length R): The requests of the round.
             records (`Sequence[RoundRecord]` of length R): The round of each.
         """
-        if self.criterion is not None:
-            self.criterion.observe(_histories(requests), records)
-
-
-def _histories(requests: Sequence[Request]) -> list[AcceptanceHistory]:
-    histories = (request.drafting.history for request in requests)
-    return [history for history in histories if history is not None]  # None where every draft is sent
+        self.criterion.observe(histories_of(requests), records)

@@ -16,18 +16,23 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Pr
 from ..common.records import RoundRecord
 from ..drafts.configuration_eagle3 import Eagle3Config
 from ..drafts.modeling_eagle3 import Eagle3DraftModel
+from ..scheduling.choice import DraftPlan
 from ..scheduling.curve import SPSCurve
-from .base_drafter import BaseDrafter
+from ..scheduling.policy import CopyOptions, DraftingPolicy
+from ..scheduling.rules import FixedScheduler
+from .base_drafter import BaseDrafter, histories_of
+from .criterion import resolve_copies
 from .drafter import CommittedContext, DraftProposal
 from .drafter_inputs import chosen_knob
 from .drawing import DrawnBlocks
 from .request import Request
 
 
-def resolve_num_drafts(
+def resolve_eagle3(
     config: Eagle3Config, draft_generation_config: GenerationConfig, call_config: GenerationConfig | None = None
-) -> int:  # at least 1
-    """Drafts per round: the call's own value, else that of the draft's `generation_config`, else `ttt_length`.
+) -> tuple[int, CopyOptions | None]:
+    """Drafts per block, at least 1, and how drafts are copied: the call's own values, else those of the draft's
+    `generation_config`, else `ttt_length` and by the expected tokens per second.
 
     Values that transformers fills into every call are treated as not set by the user.
     """
@@ -47,15 +52,16 @@ def resolve_num_drafts(
             f"`num_assistant_tokens_schedule` must be 'constant' with an Eagle3 draft, got {schedule!r}: there are no "
             "confidences to schedule by. Unset it, or set `num_assistant_tokens`."
         )
+    copies = resolve_copies(schedule != "constant", None, draft_generation_config, call_config)
     num_drafts = chosen("num_assistant_tokens")
     if num_drafts is None:
-        return config.ttt_length
+        return config.ttt_length, copies
     if type(num_drafts) is not int or num_drafts < 1:
         raise ValueError(
             f"`num_assistant_tokens` must be an integer >= 1, got {num_drafts!r}. The draft was trained to make "
             f"{config.ttt_length}."
         )
-    return num_drafts
+    return num_drafts, copies
 
 
 def check_single_row(num_rows: int, is_queued: bool = False) -> None:
@@ -80,7 +86,9 @@ class Eagle3CandidateGenerator(BaseDrafter):
         logits_processor: LogitsProcessorList | None = None,
     ):
         super().__init__(target, draft, generation_config, logits_processor)
-        self.num_drafts = resolve_num_drafts(draft.config, draft.generation_config, generation_config)
+        self.num_drafts, copies = resolve_eagle3(draft.config, draft.generation_config, generation_config)
+        every_draft, learns = FixedScheduler(self.num_drafts), not self.do_sample
+        self.policy = DraftingPolicy(every_draft, self.num_drafts, learn_times=learns, copies=copies)
         self._num_requests = 0
         self._cache = DynamicCache()
         self._is_text = torch.zeros(0, dtype=torch.bool)  # [c], of all tokens that wait: False for padding
@@ -94,15 +102,18 @@ class Eagle3CandidateGenerator(BaseDrafter):
         return False
 
     def use_curve(self, curve: SPSCurve) -> None:
-        """No-op: nothing is scheduled."""
+        """No-op: blocks are not scheduled."""
 
     def observe(self, requests: Sequence[Request], records: Sequence[RoundRecord]) -> None:
-        """No-op: nothing is learned from a finished round."""
+        """Learn how much of the blocks and of the copies survives, to choose between them."""
+        self.policy.observe(histories_of(requests), records)
 
     def add_requests(self, requests: Sequence[Request]) -> None:
         """Take in the only request, and reject a second one."""
         self._num_requests += len(requests)
         check_single_row(self._num_requests)
+        for request in requests:
+            request.drafting.history = self.policy.new_history()
 
     def keep_requests(self, requests: Sequence[int]) -> None:
         """No-op: the one request ends with the call."""
@@ -114,16 +125,16 @@ class Eagle3CandidateGenerator(BaseDrafter):
         is_text = span.keep.cpu() if span.keep is not None else torch.ones(span.positions.shape[1] - 1).bool()
         self._is_text = torch.cat([self._is_text, is_text])
 
-    def propose(
+    def _blocks(
         self,
         requests: Sequence[Request],  # [1]
-        others_wait: bool = False,  # noqa: ARG002
-    ) -> list[DraftProposal]:  # [1], empty where the length limit leaves no room for a draft
-        """Draft the tokens after the anchor."""
+        rows: Sequence[int],  # noqa: ARG002
+        slots: Sequence[int],
+        plan: DraftPlan,  # noqa: ARG002
+        tokens_left: Sequence[int] | None,  # noqa: ARG002
+    ) -> list[DraftProposal]:  # [1]
+        """Draft the tokens after the anchor, all of them, see [`BaseDrafter._blocks`]."""
         (request,) = requests
-        slots = self._slots(requests, self.num_drafts)
-        if slots == [0]:
-            return [DraftProposal(request.input_ids[:, :0], drafted=False)]
         hidden, position = self._read_context(request)
         committed = self._cache.get_seq_length()
         drawn = self._draft_chain(request, hidden, position, slots)

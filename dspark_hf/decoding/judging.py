@@ -16,7 +16,14 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from .drafter import DraftProposal
 from .processors import are_rowwise, best_tokens
 from .request import Request, Verdict
-from .verification import accept_drafts, select_bonus, select_token, verify_blocks
+from .verification import (
+    accept_drafts,
+    logits_to_probs,
+    one_hot_probs,
+    select_bonus,
+    select_token,
+    verify_blocks,
+)
 
 
 def judge(
@@ -43,9 +50,9 @@ def judge(
         draft_ids = proposals[0].token_ids[0]
         if len(proposals) > 1:
             draft_ids = torch.cat([proposal.token_ids[0] for proposal in proposals])
-        draft_logits = _joined([proposal.draft_logits for proposal in proposals if proposal.token_ids.shape[1]])
-        lengths = [count - 1 for count in counts]
-        result = verify_blocks(draft_ids, scores, draft_logits, lengths, first.do_sample)
+        draft_logits = _joined([proposal.draft_logits for proposal in proposals])
+        lengths, num_copied = [count - 1 for count in counts], [proposal.num_copied for proposal in proposals]
+        result = verify_blocks(draft_ids, scores, draft_logits, lengths, first.do_sample, num_copied)
         processed, num_accepted, bonus = scores, result.num_accepted.tolist(), result.bonus_token
     new_ids = [
         torch.cat([proposal.token_ids[:, :count], token[None]], dim=1) if count else token[None]
@@ -63,7 +70,7 @@ def _rows_of(logits: torch.Tensor | None, counts: Sequence[int]) -> Sequence[tor
 
 
 def _joined(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:  # of [1, k, V] each: [K, V]
-    found = [part[0] for part in parts if part is not None]
+    found = [part[0] for part in parts if part is not None and part.shape[1]]
     if not found:
         return None
     return found[0] if len(found) == 1 else torch.cat(found)
@@ -135,18 +142,20 @@ def _judge_stepwise(
     proposal: DraftProposal,
 ) -> Verdict:
     """Run processors and criteria as plain generation does: in turn, once per token, each on its own prefix."""
-    draft_ids, draft_logits = proposal.token_ids, proposal.draft_logits
+    draft_ids, num_drawn = proposal.token_ids, proposal.token_ids.shape[1] - proposal.num_copied
     new_ids, accepted = draft_ids[:, :0], True
     rows: list[torch.Tensor] = []
     while accepted and not request.finished:
         slot = len(rows)
         rows.append(request.processors(torch.cat([request.input_ids, new_ids], dim=1), logits[:, slot]))
-        draft_id, row_q, accepted = draft_ids[:, slot : slot + 1], None, False
+        draft_id, draft_probs, accepted = draft_ids[:, slot : slot + 1], None, False
         if slot < draft_ids.shape[1]:
-            row_q = draft_logits[:, slot] if draft_logits is not None else None
-            slot_q = row_q[:, None] if row_q is not None else None
-            accepted = bool(accept_drafts(draft_id, rows[-1][:, None], slot_q, request.do_sample))
-        token = draft_id if accepted else select_bonus(rows[-1], row_q, request.do_sample)[:, None]
+            is_drawn = proposal.draft_logits is not None and slot < num_drawn
+            row_q = proposal.draft_logits[:, slot] if is_drawn else None
+            accepted = bool(accept_drafts(draft_id[0], rows[-1], row_q, request.do_sample))
+            if request.do_sample and not accepted:
+                draft_probs = logits_to_probs(row_q) if is_drawn else one_hot_probs(draft_id[0], rows[-1])
+        token = draft_id if accepted else select_bonus(rows[-1], draft_probs, request.do_sample)[:, None]
         new_ids = torch.cat([new_ids, token], dim=1)
         request.finished = request.stops_after(new_ids, torch.stack(rows, dim=1))
     num_accepted = new_ids.shape[1] - (0 if accepted else 1)

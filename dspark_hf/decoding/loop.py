@@ -3,7 +3,8 @@
 
 One round, top to bottom (`Loop._round`):
 
-    drafter.propose   the draft writes a block after each text, cut where further drafts do not pay off
+    drafter.propose   each text gets drafts: a copy of what it said before, or a block of the draft, cut where further
+                      drafts do not pay off
     runner.forward    one pass of the target over every anchor and its drafts
     judge             the one rule that accepts drafts; the text ends where plain generation would end it
     runner.commit     caches drop rejected tokens; the rest is context for the draft
@@ -184,4 +185,5 @@ def _record(
         round_s=round_s,
         drafted=proposal.drafted,
         request=request.index,
+        num_copied=proposal.num_copied,
     )

@@ -2,7 +2,9 @@
 """From logits to tokens, and the one rule that accepts or rejects drafts. Imports torch only.
 
 p is the target's distribution, q the draft's, both after every logits processor. Greedy decoding is the limit where
-p and q are one-hot; it never needs a softmax. Legend: R requests, K drafts of all of them, V vocabulary.
+p and q are one-hot; it never needs a softmax. The q of a copied draft is one-hot as well: it is accepted with
+probability p(x), and the residual is p without x. Legend: R requests, K drafts of all of them, D of these drawn from
+the draft's logits, the others copied, V vocabulary.
 """
 
 from __future__ import annotations
@@ -72,76 +74,100 @@ def draw_token(
 
 
 def accept_drafts(
-    draft_ids: torch.Tensor,  # [...], one or several drafts
-    target_logits: torch.Tensor,  # [..., V], processed logits of the target at the drafts' positions
-    draft_logits: torch.Tensor | None,  # [..., V]
+    draft_ids: torch.Tensor,  # [K], drafts
+    target_logits: torch.Tensor,  # [K, V], processed logits of the target at the drafts' positions
+    draft_logits: torch.Tensor | None,  # [D, V], processed logits of those that are not copied, in order; None: of none
     do_sample: bool,
-) -> torch.Tensor:  # [...]
+    is_copied: torch.Tensor | None = None,  # [K]; None: all if there are no `draft_logits`, otherwise none
+) -> torch.Tensor:  # [K]
     """Judge each draft on its own, as if all before it were accepted (paper section 3; rejection sampling).
 
     Sampling accepts x with probability min(1, p(x) / q(x)); greedy decoding accepts the argmax of the target.
     """
     if not do_sample:
         return argmax_token(target_logits) == draft_ids
-    if draft_logits is None:
-        raise ValueError("Sampled drafts need `draft_logits`, got None. Pass the logits the drafts were sampled from.")
     index = draft_ids.unsqueeze(-1)
-    log_p = target_logits.gather(-1, index).squeeze(-1) - target_logits.logsumexp(dim=-1)
-    log_q = draft_logits.gather(-1, index).squeeze(-1) - draft_logits.logsumexp(dim=-1)
-    return torch.rand_like(log_p) < (log_p - log_q).exp()
+    log_ratio = target_logits.gather(-1, index).squeeze(-1) - target_logits.logsumexp(dim=-1)  # q = 1 for copies
+    if draft_logits is not None:
+        drawn = slice(None) if is_copied is None else ~is_copied
+        log_q = draft_logits.gather(-1, index[drawn]).squeeze(-1) - draft_logits.logsumexp(dim=-1)
+        log_ratio[drawn] -= log_q
+    return torch.rand_like(log_ratio) < log_ratio.exp()
 
 
 def select_bonus(
     target_logits: torch.Tensor,  # [R, V], processed logits of the target after the accepted drafts
-    draft_logits: torch.Tensor | None,  # [R, V], processed logits of the rejected draft's slot
+    draft_probs: torch.Tensor | None,  # [R, V], q of the rejected drafts, 0 where none was rejected; None: none was
     do_sample: bool,
-    rejected: torch.Tensor | None = None,  # [R], whether there is such a slot; None: everywhere
 ) -> torch.Tensor:  # [R]
     """Draw the token after the accepted drafts: from norm(max(p - q, 0)) where a draft was rejected, else from p."""
-    if not do_sample or draft_logits is None:
+    if not do_sample or draft_probs is None:
         return select_token(target_logits, do_sample)
-    target_probs, draft_probs = logits_to_probs(target_logits), logits_to_probs(draft_logits)
-    if rejected is not None:
-        draft_probs = draft_probs.masked_fill(~rejected[:, None], 0.0)
+    target_probs = logits_to_probs(target_logits)
     residual = (target_probs - draft_probs).clamp_(min=0)
     # p == q up to rounding: a rejection then has probability ~0, and p itself is the right limit.
     residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, target_probs)
     return torch.multinomial(residual, num_samples=1).squeeze(-1)
 
 
+def one_hot_probs(
+    token_ids: torch.Tensor,  # [R]
+    like: torch.Tensor,  # [R, V]
+) -> torch.Tensor:  # [R, V], fp32
+    """The q of copied drafts."""
+    return torch.zeros_like(like, dtype=torch.float32).scatter_(-1, token_ids.unsqueeze(-1), 1.0)
+
+
 def verify_blocks(
     draft_ids: torch.Tensor,  # [K], the drafts of all requests, those of one request together
     target_logits: torch.Tensor,  # [K + R, V], of each request the row of its anchor, then those of its drafts
-    draft_logits: torch.Tensor | None,  # [K, V]
+    draft_logits: torch.Tensor | None,  # [D, V]
     lengths: Sequence[int],  # [R], drafts of each request; they sum to K >= 1
     do_sample: bool,
+    num_copied: Sequence[int] | None = None,  # [R], drafts at the end of each that are copied; None: all or none
 ) -> VerificationResult:
     """Accept the longest prefix of the drafts of each request, and add the target's own token (paper section 3)."""
+    length = torch.tensor(lengths, device=draft_ids.device)  # [R]
+    first = length.cumsum(0) - length  # [R], the first draft of each request
+    number = torch.arange(len(lengths), device=draft_ids.device)  # [R], anchors before it
     if len(lengths) == 1:  # its rows are there without a copy
         judges: slice | torch.Tensor = slice(0, -1)
     else:
-        length = torch.tensor(lengths, device=draft_ids.device)  # [R]
-        number = torch.arange(len(lengths), device=draft_ids.device)  # [R]
-        first = length.cumsum(0) - length  # [R], the first draft of each request; before it are as many anchors more
         judges = torch.arange(len(draft_ids), device=draft_ids.device) + number.repeat_interleave(length)  # [K]
+    is_copied = _copied(lengths, num_copied, draft_logits, draft_ids.device)
     if do_sample:
-        accepted = accept_drafts(draft_ids, target_logits[judges], draft_logits, do_sample)
+        accepted = accept_drafts(draft_ids, target_logits[judges], draft_logits, do_sample, is_copied)
     else:
         selected = argmax_token(target_logits)  # [K + R]
         accepted = selected[judges] == draft_ids
     if len(lengths) == 1:
         num_accepted = accepted.cumprod(dim=0).sum(dim=0, keepdim=True)
-        if not do_sample:
-            return VerificationResult(num_accepted, selected[num_accepted])
-        count = int(num_accepted)
-        row_q = draft_logits[count : count + 1] if draft_logits is not None and count < len(draft_ids) else None
-        return VerificationResult(num_accepted, select_bonus(target_logits[count : count + 1], row_q, do_sample))
-    blocks = torch.nn.utils.rnn.pad_sequence(accepted.split(list(lengths)), batch_first=True)  # [R, most drafts]
-    num_accepted = blocks.cumprod(dim=-1).sum(dim=-1)
+    else:
+        blocks = torch.nn.utils.rnn.pad_sequence(accepted.split(list(lengths)), batch_first=True)  # [R, most drafts]
+        num_accepted = blocks.cumprod(dim=-1).sum(dim=-1)
     row = first + number + num_accepted  # [R]
     if not do_sample:
         return VerificationResult(num_accepted, selected[row])
+    if len(lengths) == 1 and int(num_accepted) == len(draft_ids):
+        return VerificationResult(num_accepted, select_bonus(target_logits[row], None, do_sample))
     slot = (first + num_accepted).clamp(max=len(draft_ids) - 1)  # where none was rejected, any
-    row_q = draft_logits[slot] if draft_logits is not None else None
-    bonus = select_bonus(target_logits[row], row_q, do_sample, rejected=num_accepted < length)
-    return VerificationResult(num_accepted, bonus)
+    if draft_logits is None:
+        draft_probs = one_hot_probs(draft_ids[slot], target_logits[row])
+    elif is_copied is None:
+        draft_probs = logits_to_probs(draft_logits[slot])
+    else:
+        drawn = ((~is_copied).cumsum(0) - 1).clamp(min=0)  # [K], place among the drawn drafts
+        one_hot = one_hot_probs(draft_ids[slot], target_logits[row])
+        draft_probs = torch.where(is_copied[slot, None], one_hot, logits_to_probs(draft_logits[drawn[slot]]))
+    draft_probs = draft_probs.masked_fill(~(num_accepted < length)[:, None], 0.0)
+    return VerificationResult(num_accepted, select_bonus(target_logits[row], draft_probs, do_sample))
+
+
+def _copied(
+    lengths: Sequence[int], num_copied: Sequence[int] | None, draft_logits: torch.Tensor | None, device: torch.device
+) -> torch.Tensor | None:  # [K]; None where all are copied or none
+    if num_copied is None or draft_logits is None or not any(num_copied):
+        return None
+    pairs = zip(lengths, num_copied, strict=True)
+    flags = [slot >= length - count for length, count in pairs for slot in range(length)]
+    return torch.tensor(flags, device=device)

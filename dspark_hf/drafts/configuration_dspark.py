@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
+from ..scheduling.copying import MATCH_LENGTHS
 from .configuration_draft import FLAG, INTEGER, NAME, DraftConfig, check_size, check_types
 from .target_structure import full_attention_layer, full_attention_rope, longest_position, norm_epsilon
 
@@ -88,7 +89,10 @@ class DSparkConfig(DraftConfig):
             3.2). `None`: not calibrated, as if all were 1.
         acceptance_prior (`list[float]`, *optional*):
             One per draft slot, in [0, 1]: P(slot k accepted | all before it were), measured ahead of any call.
-        calibration_info (`dict`, *optional*): What the two were measured on: rounds, prompts, decoding, versions.
+        copy_prior (`list[float]`, *optional*):
+            In [0, 1], one for each class of lengths in `dspark_hf.scheduling.copying.MATCH_LENGTHS`: how often the
+            token after an earlier occurrence of the text's ending came again.
+        calibration_info (`dict`, *optional*): What these were measured on: rounds, prompts, decoding, versions.
 
     Raises:
         ValueError: On any contradiction above, with the field, the value received and the remedy.
@@ -123,6 +127,7 @@ class DSparkConfig(DraftConfig):
     confidence_head_with_markov: bool = True
     confidence_temperatures: list[float] | None = None
     acceptance_prior: list[float] | None = None
+    copy_prior: list[float] | None = None
     calibration_info: dict | None = None
 
     def __post_init__(self, **kwargs):
@@ -242,17 +247,25 @@ def _check_heads(config: DSparkConfig) -> None:
 
 def _check_calibration(config: DSparkConfig) -> None:
     # A temperature of 0 would divide by it; a slot that is never accepted has a prior of 0.
-    _check_per_slot(config, "confidence_temperatures", "positive and finite", lambda value: 0 < value < math.inf)
-    _check_per_slot(config, "acceptance_prior", "in [0, 1]", lambda value: 0 <= value <= 1)
+    slots = (config.num_draft_slots, "draft slot")
+    _check_numbers(config, "confidence_temperatures", slots, "positive and finite", lambda value: 0 < value < math.inf)
+    _check_numbers(config, "acceptance_prior", slots, "in [0, 1]", _is_probability)
+    _check_numbers(config, "copy_prior", (len(MATCH_LENGTHS), "class of match lengths"), "in [0, 1]", _is_probability)
 
 
-def _check_per_slot(config: DSparkConfig, name: str, allowed: str, is_allowed: Callable[[float], bool]) -> None:
-    values, count = getattr(config, name), config.num_draft_slots
+def _is_probability(value: float) -> bool:
+    return 0 <= value <= 1
+
+
+def _check_numbers(
+    config: DSparkConfig, name: str, each: tuple[int, str], allowed: str, is_allowed: Callable[[float], bool]
+) -> None:
+    values, (count, kind) = getattr(config, name), each
     if values is None:
         return
     is_list = isinstance(values, (list, tuple)) and len(values) == count
     if not is_list or not all(type(value) in (int, float) and is_allowed(value) for value in values):
         raise ValueError(
-            f"`{name}` must be a list of {count} numbers, one for each draft slot and each {allowed}, got {values!r}. "
+            f"`{name}` must be a list of {count} numbers, one for each {kind} and each {allowed}, got {values!r}. "
             "Calibrate the draft again, or remove the field from its config.json."
         )

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values of the committed context in the draft's layers. Imports torch only.
 
-Legend: R requests, h key-value heads, c_r new context tokens of request r and C their sum, g block_size, e head width.
+Legend: R requests, D of them that draft in a round, h key-value heads, C new context tokens of these, g block_size, e
+head width.
 """
 
 from __future__ import annotations
@@ -22,22 +23,25 @@ class DraftCache:
         self._buffers: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * num_layers
         self._min_capacity = min_capacity
         self.lengths = [0] * num_requests
-        self._counts: tuple[int, ...] = ()
+        self._requests: list[int] = []  # those of the round
+        self._counts: list[int] = []
         self._ends: list[int] = []
 
     def begin(
         self,
-        counts: Sequence[int],  # [R]
+        counts: Sequence[int],  # [D]
         block_size: int,
+        requests: Sequence[int] | None = None,  # [D], those that draft, ascending; None: all
     ) -> None:
         """Begin a round: set where its keys and values are written."""
-        self._counts = tuple(counts)
-        starts = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self._requests, self._counts = list(range(len(counts)) if requests is None else requests), list(counts)
+        lengths = [self.lengths[request] for request in self._requests]
+        starts = [length + count for length, count in zip(lengths, counts, strict=True)]
         self._ends = [start + block_size for start in starts]
         if len(self.lengths) == 1:
             return  # one request: context and block are one slice
-        rows = torch.arange(len(counts))
-        contexts = [torch.arange(length, start) for length, start in zip(self.lengths, starts, strict=True)]
+        rows = torch.tensor(self._requests)
+        contexts = [torch.arange(length, start) for length, start in zip(lengths, starts, strict=True)]
         blocks = torch.tensor(starts)[:, None] + torch.arange(block_size)
         self._rows = torch.cat([rows.repeat_interleave(torch.tensor(counts)), rows.repeat_interleave(block_size)])
         self._places = torch.cat([*contexts, blocks.flatten()])
@@ -45,9 +49,9 @@ class DraftCache:
     def write(
         self,
         layer_idx: int,
-        keys: torch.Tensor,  # [1, h, C + R * g, e], the new context of request 0, of request 1, ..., then their blocks
-        values: torch.Tensor,  # [1, h, C + R * g, e]
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # keys and values [R, h, longest, e], views of the buffers
+        keys: torch.Tensor,  # [1, h, C + D * g, e], the new context of request 0, of request 1, ..., then their blocks
+        values: torch.Tensor,  # [1, h, C + D * g, e]
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # keys and values [D, h, longest, e], views of the buffers if all draft
         """Write the round's keys and values after the committed contexts."""
         end = max(self._ends)
         buffers = self._buffers[layer_idx]
@@ -60,16 +64,19 @@ class DraftCache:
             else:
                 rows, places = self._rows.to(buffer.device), self._places.to(buffer.device)
                 buffer[rows, :, places] = new[0].transpose(0, 1)
+        if len(self._requests) < len(self.lengths):
+            return buffers[0][self._requests, :, :end], buffers[1][self._requests, :, :end]
         return buffers[0][:, :, :end], buffers[1][:, :, :end]
 
     @property
     def ends(self) -> list[int]:
-        """Keys of each request in this round, the block included."""
+        """Keys of each request of this round, the block included."""
         return self._ends
 
     def commit(self) -> None:
         """Keep the context written this round, drop the blocks."""
-        self.lengths = [length + count for length, count in zip(self.lengths, self._counts, strict=True)]
+        for request, count in zip(self._requests, self._counts, strict=True):
+            self.lengths[request] += count
 
     def keep(self, requests: Sequence[int]) -> None:
         """Forget all other requests."""

@@ -2,7 +2,7 @@
 """Chooses how many drafts each request sends, and whether to draft at all, from numbers only, without a model."""
 
 from .curve import SPSCurve
-from .policy import DraftingPolicy
+from .policy import CopyOptions, DraftingPolicy
 from .rules import (
     CapacityScheduler,
     FixedScheduler,
@@ -20,6 +20,7 @@ from .weights import batch_speedup_share, request_weights
 
 __all__ = [
     "CapacityScheduler",
+    "CopyOptions",
     "DraftingPolicy",
     "FixedScheduler",
     "LookaheadScheduler",

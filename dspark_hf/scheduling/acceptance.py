@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracks how often each slot of a request's blocks is accepted, and the tokens per round. Imports no model code."""
+"""Tracks how often each slot of a request's blocks is accepted. Imports no model code."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from ..common.records import RoundRecord
 
 
 class AcceptanceHistory:
-    """Tracks how often slot k was accepted when all before it were, its ratio to the confidence, and the tokens per
-    round.
+    """Tracks how often slot k was accepted when all before it were, and its ratio to the confidence.
 
-    All are means of the recent rounds, with a few pseudo-rounds of a prior: P(accept k) as measured when the draft
+    Both are means of the recent rounds, with a few pseudo-rounds of a prior: P(accept k) as measured when the draft
     was calibrated, or `PRIOR_ACCEPTANCE`, which is low enough to detect a useless draft in two rounds.
     """
 
@@ -27,24 +26,15 @@ class AcceptanceHistory:
         self._prior = np.asarray(prior if prior is not None else [self.PRIOR_ACCEPTANCE] * num_slots)
         self._prior_rounds = self.PRIOR_ROUNDS if prior is not None else self.PRIOR_ACCEPTANCE_ROUNDS
         self._accepted, self._reached, self._expected = np.zeros((3, num_slots))
-        self._rounds = self.PRIOR_ROUNDS
-        self._tokens = self.PRIOR_ROUNDS * (1 + float(self._prior[0]))
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from a round that drafted."""
-        self._rounds = self.DECAY * self._rounds + 1
-        self._tokens = self.DECAY * self._tokens + record.accepted_length
         for sums in (self._accepted, self._reached, self._expected):
             sums *= self.DECAY
-        judged = min(record.num_accepted + 1, record.verify_length)
+        judged = min(record.num_accepted + 1, record.num_drawn)
         self._reached[:judged] += 1
-        self._accepted[: record.num_accepted] += 1
+        self._accepted[: min(record.num_accepted, record.num_drawn)] += 1
         self._expected[:judged] += record.confidence[:judged] if record.confidence else 1.0
-
-    @property
-    def tokens_per_round(self) -> float:
-        """Recent mean of the tokens of a round that drafted."""
-        return self._tokens / self._rounds
 
     @property
     def conditional_acceptance(self) -> tuple[float, ...]:

@@ -31,11 +31,16 @@ class RoundOutlook:
         expected_survival (`tuple[float, ...]`): Mean prefix survival of slots 0 to g - 1 in earlier rounds.
         request_weights (`tuple[float, ...]`, *optional*):
             Value of one more token for each request, from [`request_weights`]; equal for all requests by default.
+        other_tokens (`int`, *optional*, defaults to 0):
+            Tokens that the pass verifies besides: copies, and the anchors of requests without a block.
+        other_gain (`float`, *optional*, defaults to 0.0): Tokens that these are expected to bring.
     """
 
     curve: SPSCurve
     expected_survival: tuple[float, ...]
     request_weights: tuple[float, ...] | None = None
+    other_tokens: int = 0
+    other_gain: float = 0.0
 
 
 class Scheduler(Protocol):
@@ -103,8 +108,8 @@ class PrefixScheduler:
     def verify_lengths(self, confidence: torch.Tensor, outlook: RoundOutlook) -> torch.Tensor:
         """See [`Scheduler.verify_lengths`]."""
         survival = _survival(confidence)
-        rates = _rates(_descending(survival), len(survival), outlook.curve)
-        return _lengths(survival, _num_leading(rates[1:] > rates[:-1]))
+        rates = _rates(_descending(survival), len(survival), outlook)
+        return lengths_of_likeliest(survival, _num_leading(rates[1:] > rates[:-1]))
 
 
 class CapacityScheduler:
@@ -127,9 +132,9 @@ class CapacityScheduler:
         self._earlier.append(survival)
         if earlier is None:
             return PrefixScheduler().verify_lengths(confidence, outlook)
-        rates = _rates(_descending(earlier), len(earlier), outlook.curve)
+        rates = _rates(_descending(earlier), len(earlier), outlook)
         count = round(int(rates.argmax()) * len(survival) / len(earlier))
-        return _lengths(survival, min(count, survival.size))  # blocks are shorter where a text ends
+        return lengths_of_likeliest(survival, min(count, survival.size))  # blocks are shorter where a text ends
 
 
 @dataclass(frozen=True)
@@ -152,12 +157,13 @@ class LookaheadScheduler:
         num_requests, num_slots = survival.shape
         expected = _expected(outlook, num_requests, num_slots)
         tokens = np.concatenate([[0.0], expected.cumsum()])  # [N + 1]: tokens gained by n drafts in the past
-        seconds = outlook.curve.verify_table(num_requests, num_requests + len(expected))  # [N + 1]
-        price = _price(tokens, seconds, num_requests, outlook.curve)
+        first = num_requests + outlook.other_tokens
+        seconds = outlook.curve.verify_table(first, first + len(expected))  # [N + 1]
+        price = _price(num_requests + outlook.other_gain + tokens, seconds, outlook.curve.draft_s)
         descending = _descending(survival)
         sent = descending > price * np.diff(seconds)
         # If the next draft alone does not pay off, a later end of the round may: a measured point beyond a step.
-        knots = {b - num_requests for b in outlook.curve.batch_tokens if 0 < b - num_requests < len(expected)}
+        knots = {b - first for b in outlook.curve.batch_tokens if 0 < b - first < len(expected)}
         ends = np.array([*knots, len(expected)])[:, None]
         scale = descending / expected  # how much better than usual the next draft is
         unpaid = np.nonzero(~sent)[0]
@@ -167,7 +173,7 @@ class LookaheadScheduler:
             sent[counts] = ((ends > counts) & (gains > 0)).any(axis=0)
             if not sent[counts].all():
                 break
-        return _lengths(survival, _num_leading(sent))
+        return lengths_of_likeliest(survival, _num_leading(sent))
 
 
 def all_rules(num_slots: int) -> dict[str, Callable[[], Scheduler]]:  # name -> maker: some rules learn
@@ -186,10 +192,9 @@ def _expected(outlook: RoundOutlook, num_requests: int, num_slots: int) -> np.nd
     return np.repeat(np.maximum(outlook.expected_survival[:num_slots], 1e-9), num_requests)
 
 
-def _price(tokens: np.ndarray, seconds: np.ndarray, num_requests: int, curve: SPSCurve) -> float:
-    """Tokens per second that time is worth: those of the best fixed count of drafts, or of plain steps."""
-    drafting = ((num_requests + tokens) / (curve.draft_s + seconds)).max()
-    return max(float(drafting), num_requests / float(seconds[0]))
+def _price(tokens: np.ndarray, seconds: np.ndarray, draft_s: float) -> float:
+    """Tokens per second that time is worth: those of the best fixed count of drafts, or of a round without blocks."""
+    return max(float((tokens / (draft_s + seconds)).max()), float(tokens[0] / seconds[0]))
 
 
 def _survival(confidence: torch.Tensor) -> np.ndarray:
@@ -206,10 +211,11 @@ def _descending(survival: np.ndarray) -> np.ndarray:
     return -np.sort(-survival, axis=None)
 
 
-def _rates(survival: np.ndarray, num_requests: int, curve: SPSCurve) -> np.ndarray:
+def _rates(survival: np.ndarray, num_requests: int, outlook: RoundOutlook) -> np.ndarray:
     """Tokens per second with the first n of the sorted drafts sent, n = 0 to N."""
-    tokens = num_requests + np.concatenate([[0.0], survival.cumsum(dtype=np.float64)])
-    return tokens / (curve.draft_s + curve.verify_table(num_requests, num_requests + len(survival)))
+    first, curve = num_requests + outlook.other_tokens, outlook.curve
+    tokens = num_requests + outlook.other_gain + np.concatenate([[0.0], survival.cumsum(dtype=np.float64)])
+    return tokens / (curve.draft_s + curve.verify_table(first, first + len(survival)))
 
 
 def _num_leading(flags: np.ndarray) -> int:
@@ -217,7 +223,10 @@ def _num_leading(flags: np.ndarray) -> int:
     return len(flags) if flags.all() else int(flags.argmin())
 
 
-def _lengths(survival: np.ndarray, count: int) -> torch.Tensor:
+def lengths_of_likeliest(
+    survival: np.ndarray,  # [R, g], non-increasing along the slots
+    count: int,  # drafts to send, 0 to R * g
+) -> torch.Tensor:  # [R]
     """Drafts per request when the `count` likeliest are sent; among equals the first request's first slot."""
     if count == 0:
         return torch.zeros(len(survival), dtype=torch.long)

@@ -53,7 +53,7 @@ def bonus_probabilities(monkeypatch, rejected: bool) -> torch.Tensor:
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "multinomial", capture)
-        verification.select_bonus(P.log()[None], Q.log()[None] if rejected else None, do_sample=True)
+        verification.select_bonus(P.log()[None], Q[None] if rejected else None, do_sample=True)
     return weights[0]
 
 

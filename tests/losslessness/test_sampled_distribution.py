@@ -97,7 +97,7 @@ def rejection_sample(
     for n in range(num_slots + 1):
         rows = count == n
         if n < num_slots:
-            committed[rows, n] = select_bonus(p[rows, n], q[rows, n], True)
+            committed[rows, n] = select_bonus(p[rows, n], q[rows, n].softmax(-1), True)
         else:
             committed[rows, n] = select_bonus(target[token_ids[rows, -1]], None, True)
     return committed, accepted

@@ -223,7 +223,7 @@ def residuals(target: torch.Tensor, draft: torch.Tensor) -> torch.Tensor:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "multinomial", capture)
-        verification.select_bonus(target.log().float(), draft.log().float(), do_sample=True)
+        verification.select_bonus(target.log().float(), draft.float(), do_sample=True)
     return torch.nn.functional.normalize(drawn_from[0].double(), p=1, dim=-1)
 
 

@@ -28,6 +28,7 @@ KEPT_FIELDS = (
     "training_info",
     "confidence_temperatures",
     "acceptance_prior",
+    "copy_prior",
     "calibration_info",
 )
 # Fields of a Qwen3-style layer stack that mean the same in every format.

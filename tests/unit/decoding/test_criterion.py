@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from dspark_hf import AdaptiveConfidenceCriteria, RoundRecord, collect_rounds
 from dspark_hf._compat import LIBRARY_DEFAULTS
 from dspark_hf.decoding.criterion import DraftingOptions, resolve_options
-from dspark_hf.scheduling import LookaheadScheduler, SPSCurve
+from dspark_hf.scheduling import CopyOptions, LookaheadScheduler, SPSCurve
 from tests.support.models import oracle_draft, random_prompt, tiny_config, tiny_target
 
 
@@ -20,9 +20,16 @@ def resolve(draft=None, call=None, **config):
     return resolve_options(tiny_config(**config), GenerationConfig(**(draft or {})), call_config)
 
 
+SCHEDULED = CopyOptions()
+
+
+def options(num_tokens, threshold, schedule, copies=SCHEDULED):
+    return DraftingOptions(num_tokens, threshold, schedule, copies)
+
+
 def test_nothing_set():
-    assert resolve() == DraftingOptions(4, None, "hardware")
-    assert resolve(block_size=6, sample_from_anchor=False) == DraftingOptions(5, None, "hardware")
+    assert resolve() == options(4, None, "hardware")
+    assert resolve(block_size=6, sample_from_anchor=False) == options(5, None, "hardware")
 
 
 def test_library_defaults_are_nobodys_choice():
@@ -32,16 +39,16 @@ def test_library_defaults_are_nobodys_choice():
 
 
 def test_without_a_call():
-    assert resolve_options(tiny_config(), GenerationConfig()) == DraftingOptions(4, None, "hardware")
+    assert resolve_options(tiny_config(), GenerationConfig()) == options(4, None, "hardware")
 
 
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
-        ({"num_assistant_tokens": 2}, DraftingOptions(2, None, "hardware")),
-        ({"assistant_confidence_threshold": 0.0}, DraftingOptions(4, 0.0, "hardware")),
-        ({"assistant_confidence_threshold": 1.0}, DraftingOptions(4, 1.0, "hardware")),
-        ({"num_assistant_tokens_schedule": "confidence"}, DraftingOptions(4, None, "confidence")),
+        ({"num_assistant_tokens": 2}, options(2, None, "hardware")),
+        ({"assistant_confidence_threshold": 0.0}, options(4, 0.0, "hardware", None)),
+        ({"assistant_confidence_threshold": 1.0}, options(4, 1.0, "hardware", None)),
+        ({"num_assistant_tokens_schedule": "confidence"}, options(4, None, "confidence")),
     ],
 )
 @pytest.mark.parametrize("where", ["draft", "call"])
@@ -51,13 +58,53 @@ def test_knobs_count_in_both_places(where, knobs, expected):
 
 def test_on_the_draft_every_value_counts():
     knobs = {"assistant_confidence_threshold": 0.4, "num_assistant_tokens_schedule": "constant"}
-    assert resolve(draft=knobs) == DraftingOptions(4, 0.4, "constant")
+    assert resolve(draft=knobs) == options(4, 0.4, "constant", None)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "expected"),
+    [
+        ({"prompt_lookup_num_tokens": 0}, None),
+        ({"prompt_lookup_num_tokens": 5}, CopyOptions(num_tokens=5)),
+        ({"prompt_lookup_num_tokens": 40}, CopyOptions(num_tokens=40)),
+        ({"max_matching_ngram_size": 3}, CopyOptions(longest_match=3)),
+        ({"num_assistant_tokens_schedule": "confidence"}, SCHEDULED),
+        ({"num_assistant_tokens": 2}, SCHEDULED),  # which limits blocks
+        ({"assistant_confidence_threshold": 0.5}, None),  # nothing decides what a copy is worth
+        ({"assistant_confidence_threshold": 0.5, "prompt_lookup_num_tokens": 7}, CopyOptions(7, shortest_match=2)),
+        ({"assistant_confidence_threshold": 0.5, "max_matching_ngram_size": 7}, None),
+        (
+            {"assistant_confidence_threshold": 0.5, "prompt_lookup_num_tokens": 7, "max_matching_ngram_size": 1},
+            CopyOptions(7, longest_match=1, shortest_match=1),
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("where", ["draft", "call"])
+def test_copying(where, knobs, expected):
+    assert resolve(**{where: knobs}).copies == expected
+
+
+def test_a_constant_number_of_drafts_copies_only_if_asked():
+    constant = {"num_assistant_tokens_schedule": "constant"}  # in a call it is nobody's choice
+    assert resolve(draft=constant).copies is None
+    assert resolve(draft=constant, call={"prompt_lookup_num_tokens": 5}).copies == CopyOptions(5, shortest_match=2)
+
+
+def test_the_call_turns_copying_off_and_on():
+    assert resolve({"prompt_lookup_num_tokens": 5}, {"prompt_lookup_num_tokens": 0}).copies is None
+    assert resolve({"prompt_lookup_num_tokens": 0}, {"prompt_lookup_num_tokens": 3}).copies == CopyOptions(3)
+
+
+def test_copies_use_the_prior_of_the_draft():
+    prior = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7]
+    assert resolve(copy_prior=prior).copies == CopyOptions(prior=prior)
 
 
 def test_the_call_comes_first():
     draft = {"num_assistant_tokens": 4, "assistant_confidence_threshold": 0.9}
     call = {"num_assistant_tokens": 1, "assistant_confidence_threshold": 0.2}
-    assert resolve(draft, call) == DraftingOptions(1, 0.2, "hardware")
+    assert resolve(draft, call) == options(1, 0.2, "hardware", None)
 
 
 ERRORS = [
@@ -70,6 +117,11 @@ ERRORS = [
     ({"num_assistant_tokens_schedule": "capacity"}, "got 'capacity'. It was replaced by \"hardware\"."),
     ({"assistant_confidence_threshold": 1.5}, "`assistant_confidence_threshold` must lie in [0, 1], got 1.5"),
     ({"assistant_confidence_threshold": -0.1}, "`assistant_confidence_threshold` must lie in [0, 1], got -0.1"),
+    ({"prompt_lookup_num_tokens": -1}, "`prompt_lookup_num_tokens` must be an integer >= 0, got -1. 0 turns copying"),
+    ({"prompt_lookup_num_tokens": True}, "`prompt_lookup_num_tokens` must be an integer >= 0, got True"),
+    ({"prompt_lookup_num_tokens": 2.0}, "`prompt_lookup_num_tokens` must be an integer >= 0, got 2.0"),
+    ({"max_matching_ngram_size": 0}, "`max_matching_ngram_size` must be an integer >= 1, got 0"),
+    ({"max_matching_ngram_size": "3"}, "`max_matching_ngram_size` must be an integer >= 1, got '3'"),
 ]
 
 

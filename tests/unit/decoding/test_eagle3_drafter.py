@@ -11,7 +11,8 @@ from transformers.generation import SuppressTokensLogitsProcessor
 import dspark_hf
 from dspark_hf import collect_rounds, generate_many
 from dspark_hf._compat import CACHE_KEY, LIBRARY_DEFAULTS
-from dspark_hf.decoding.eagle3_drafter import Eagle3CandidateGenerator, resolve_num_drafts
+from dspark_hf.decoding.eagle3_drafter import Eagle3CandidateGenerator, resolve_eagle3
+from dspark_hf.scheduling import CopyOptions
 from tests.support.closeness import assert_close, assert_differs
 from tests.support.drafting import OneText
 from tests.support.eagle3 import oracle_eagle3, random_eagle3, tiny_eagle3_config, uncached_chain
@@ -210,12 +211,12 @@ def test_number_of_drafts():
     config, unset = tiny_eagle3_config(), GenerationConfig()
     merged = GenerationConfig(**LIBRARY_DEFAULTS)
     assert LIBRARY_DEFAULTS["num_assistant_tokens"] == 20
-    assert resolve_num_drafts(config, unset) == resolve_num_drafts(config, unset, merged) == 4
+    assert resolve_eagle3(config, unset) == resolve_eagle3(config, unset, merged) == (4, CopyOptions())
     own, call = GenerationConfig(num_assistant_tokens=6), GenerationConfig(num_assistant_tokens=2)
-    assert resolve_num_drafts(config, own, merged) == 6
-    assert resolve_num_drafts(config, own, call) == 2
+    assert resolve_eagle3(config, own, merged) == (6, CopyOptions())
+    assert resolve_eagle3(config, own, call) == (2, CopyOptions())
     constant = GenerationConfig(num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
-    assert resolve_num_drafts(config, constant, merged) == 4
+    assert resolve_eagle3(config, constant, merged) == (4, None)
 
 
 WRONG_KNOBS = [

@@ -119,14 +119,31 @@ def test_each_draft_is_judged_on_its_own(draws):
     assert accept_drafts(torch.tensor([[1, 0, 1]]), target, draft, True).tolist() == [[False, True, True]]
 
 
-def test_sampled_drafts_need_their_logits():
-    with pytest.raises(ValueError, match="`draft_logits`, got None"):
-        accept_drafts(torch.tensor([[1]]), torch.zeros(1, 1, 2), None, True)
+@pytest.mark.parametrize(("draw", "expected"), [(0.0, True), (0.2999, True), (0.3001, False), (0.9999, False)])
+def test_a_copied_draft_is_accepted_with_probability_p(draws, draw, expected):
+    draws(draw)
+    assert accept_drafts(torch.tensor([1]), log(0.7, 0.3)[None] + 3, None, True).tolist() == [expected]
+
+
+def test_a_copy_that_the_target_excludes_is_never_accepted_and_a_certain_one_always(draws):
+    draws(0.0)
+    assert not accept_drafts(torch.tensor([1]), log(1.0, 0.0)[None], None, True).any()
+    draws(0.999999)
+    assert accept_drafts(torch.tensor([0]), log(1.0, 0.0)[None], None, True).all()
+
+
+def test_drawn_and_copied_drafts_together(draws):
+    """Drawn, copied, drawn: 0.3 / 0.5, 0.6, 0.1 / 0.4 against draws 0.5, 0.61, 0.2."""
+    draws(0.5, 0.61, 0.2)
+    target = torch.stack([log(0.7, 0.3), log(0.6, 0.4), log(0.9, 0.1)])
+    draft = torch.stack([log(0.5, 0.5), log(0.6, 0.4)])
+    is_copied = torch.tensor([False, True, False])
+    assert accept_drafts(torch.tensor([1, 0, 1]), target, draft, True, is_copied).tolist() == [True, False, True]
 
 
 def test_bonus_after_a_rejection_comes_from_the_residual(multinomial_weights):
     """p - q = (0.2, -0.3, 0.1): (2/3, 0, 1/3)."""
-    select_bonus(log(0.6, 0.2, 0.2)[None], log(0.4, 0.5, 0.1)[None], True)
+    select_bonus(log(0.6, 0.2, 0.2)[None], torch.tensor([[0.4, 0.5, 0.1]]), True)
     assert_close(multinomial_weights[0], torch.tensor([[2 / 3, 0.0, 1 / 3]]))
 
 
@@ -138,12 +155,12 @@ def test_bonus_after_full_acceptance_comes_from_p(multinomial_weights):
 def test_bonus_where_p_equals_q_comes_from_p(multinomial_weights):
     """The residual is empty: its limit is p, not a division by zero."""
     rows = torch.stack([log(0.6, 0.4), log(0.6, 0.4)])
-    select_bonus(rows, torch.stack([log(0.6, 0.4), log(0.2, 0.8)]), True)
+    select_bonus(rows, torch.tensor([[0.6, 0.4], [0.2, 0.8]]), True)
     assert_close(multinomial_weights[0], torch.tensor([[0.6, 0.4], [1.0, 0.0]]))
 
 
-def test_greedy_bonus_is_the_argmax_even_with_draft_logits():
-    assert select_bonus(log(0.1, 0.9)[None], log(0.9, 0.1)[None], False).tolist() == [1]
+def test_greedy_bonus_is_the_argmax_even_with_a_rejected_draft():
+    assert select_bonus(log(0.1, 0.9)[None], torch.tensor([[0.9, 0.1]]), False).tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -212,3 +229,37 @@ def test_bad_numbers_of_one_request_stay_out_of_the_others(draws, multinomial_we
     p = torch.stack([log(0.25, 0.75), log(0.5, 0.5), log(0.5, 0.5)])
     verify_blocks(torch.tensor([1]), p, torch.tensor([[math.nan, math.nan]]), [0, 1], do_sample=True)
     assert_close(multinomial_weights[0][0], torch.tensor([0.25, 0.75]))
+
+
+def test_bonus_after_a_rejected_copy_is_anything_else(draws, multinomial_weights):
+    """p = (0.5, 0.2, 0.3): without the second token (5/8, 0, 3/8)."""
+    draws(0.9)
+    result = verify_blocks(torch.tensor([1, 1]), log(0.5, 0.2, 0.3).expand(3, 3), None, [2], do_sample=True)
+    assert (int(result.num_accepted), int(result.bonus_token)) == (0, 0)
+    assert_close(multinomial_weights[0], torch.tensor([[5 / 8, 0.0, 3 / 8]]))
+
+
+def test_a_block_that_a_copy_continues(draws, multinomial_weights):
+    """One drawn, two copied: 1, then 0.6 at draw 0.55, then 0.4 at draw 0.55; the bonus is p without the copy."""
+    draws(0.55)
+    target = torch.stack([log(0.7, 0.3), log(0.6, 0.4), log(0.4, 0.6), log(0.5, 0.5)])
+    result = verify_blocks(torch.tensor([0, 0, 0]), target, log(0.5, 0.5)[None], [3], True, num_copied=[2])
+    assert (int(result.num_accepted), int(result.bonus_token)) == (2, 1)
+    assert_close(multinomial_weights[0], torch.tensor([[0.0, 1.0]]))
+
+
+def test_copies_and_blocks_of_several_requests(draws, multinomial_weights):
+    """A block of one, a copy of one, nothing, a block of one that a copy continues: each residual is of its own kind.
+
+    First: 0.6 at draw 0.7, p - q = (0.2, -0.2). Second: p = 0.3 at draw 0.4, then p without the draft. Third: p.
+    Fourth: 1 at draw 0.9, then the copy's 0.8 at draw 0.9, p without it.
+    """
+    draws(0.7, 0.4, 0.9, 0.9)
+    none = log(0.5, 0.5)
+    p = [log(0.7, 0.3), none, log(0.7, 0.3), none, log(0.25, 0.75), log(0.6, 0.4), log(0.8, 0.2), none]
+    q = torch.stack([log(0.5, 0.5), log(0.5, 0.5)])
+    drafts, lengths = torch.tensor([1, 1, 0, 0]), [1, 1, 0, 2]
+    result = verify_blocks(drafts, torch.stack(p), q, lengths, do_sample=True, num_copied=[0, 1, 0, 1])
+    assert result.num_accepted.tolist() == [0, 0, 0, 1]
+    (weights,) = multinomial_weights
+    assert_close(weights, torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.25, 0.75], [0.0, 1.0]]))
