@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warns about a draft that is almost never accepted."""
+"""Warns about a draft whose blocks are almost never accepted; copies are not its own."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def warn_if_hopeless(target: PreTrainedModel, draft: PreTrainedModel, stats: Acc
     The counts of such short calls stay with the target. They serve the warning only: nothing that is drafted depends
     on other calls.
     """
-    sent = [record for record in stats.rounds if record.verify_length]
-    calls, rounds, tokens = 1, len(sent), sum(record.accepted_length for record in sent)
+    sent = [record for record in stats.rounds if record.num_drawn]
+    calls, rounds, tokens = 1, len(sent), sum(1 + min(record.num_accepted, record.num_drawn) for record in sent)
     short_calls, key = findings_of(target), ("short calls", id(draft))
     if rounds < HOPELESS_ROUNDS:
         earlier = short_calls.pop(key, (0, 0, 0))

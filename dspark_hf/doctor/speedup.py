@@ -19,7 +19,7 @@ from ..profiling.profile import RoundTimeProfile, measure_profile
 from ..scheduling.curve import SPSCurve
 from ..scheduling.policy import DraftingPolicy
 from ..scheduling.rules import LookaheadScheduler
-from ..scheduling.simulation import full_blocks, replay
+from ..scheduling.simulation import RecordedText, full_blocks, replay
 from .finding import ADVICE, Finding
 from .pair import Pair
 
@@ -150,7 +150,7 @@ def load_limit(
     counts, limit = [count for count in REQUEST_COUNTS if count <= curve.batch_tokens[-1]], 0
     for count in counts:
         starts = [i * len(usable) // count for i in range(count)]
-        texts = [usable[start:] + usable[:start] for start in starts]
+        texts = [RecordedText.from_rounds(usable[start:] + usable[:start]) for start in starts]
         policy = DraftingPolicy(LookaheadScheduler(), num_slots, curve=curve, learn_times=False, may_skip=True)
         if replay(texts, curve, policy, count).tokens_per_s <= replay(texts, curve, None, count).tokens_per_s:
             break

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..drafts.target_probe import random_state_kept
 from ..drafts.target_structure import longest_position
+from ..scheduling.copying import MOST_COPIES
 from ..scheduling.curve import SPSCurve
 from .timed_rounds import NEW_CONTEXT, TimedRounds, text_config
 
@@ -31,33 +32,41 @@ class MeasuredCurve:
     """Round times at one context length, and how far single measurements lay apart."""
 
     context_length: int  # tokens in the target's cache
-    curve: SPSCurve  # medians; those of verification made monotone by `isotonic`
+    curve: SPSCurve  # medians; those of verification smoothed by `without_noise`
     verify_spread_s: tuple[tuple[float, float], ...]  # lower and upper quartile for each B of the curve, seconds
     draft_spread_s: tuple[float, float]  # likewise of drafting
     num_repeats: int  # measurements behind each B
 
 
 def batch_points(num_draft_slots: int, num_requests: int = 1) -> tuple[int, ...]:
-    """The B that are measured: 1 to 9, then the ends of kernel tiles (multiples of 8) and what follows them.
+    """The B that are measured: 1 to 9, then the ends of kernel tiles (multiples of 8) and what follows them, up to the
+    longest copy or block.
 
-    Of a batch: the passes without drafts, with half of them and with all, and those of the fewer requests that are
-    left as texts end.
+    Of a batch: the passes without drafts, with half of a block's drafts and with all, and those of the fewer requests
+    that are left as texts end.
     """
-    last = num_requests * (num_draft_slots + 1)
+    last = max(num_draft_slots, MOST_COPIES) + 1
     if num_requests > 1:
+        last = num_requests * (num_draft_slots + 1)
         return tuple(sorted({1, -(-num_requests // 2), num_requests, (num_requests + last) // 2, last}))
     return tuple(b for b in range(1, last + 1) if b <= 9 or b % 8 in (0, 1) or b == last)
 
 
-def isotonic(medians: Sequence[float]) -> tuple[float, ...]:
-    """The nearest curve that does not fall (least squares): more tokens take no less time.
+def without_noise(medians: Sequence[float], spreads: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """Medians as a curve that does not fall, but where it falls by more than the measurements spread.
 
-    Neighbours that fall get their common mean, so that a median that is too high by chance raises only itself and its
-    neighbours, not the rest of the curve.
+    More tokens usually take more time, so a fall is noise, and neighbours get their common mean (least squares). But
+    some kernels are faster for more tokens: in float32 on a CPU, six can take less time than two. A median that lies
+    further from that mean than its own quartiles do from each other, and than those of most others, stays.
     """
     from scipy.optimize import isotonic_regression  # half a second to import
 
-    return tuple(isotonic_regression(medians).x.tolist())
+    rising = isotonic_regression(medians).x.tolist()
+    widths = [high - low for low, high in spreads]
+    noise = [max(width, statistics.median(widths)) for width in widths]
+    return tuple(
+        own if abs(own - mean) > width else mean for own, mean, width in zip(medians, rising, noise, strict=True)
+    )
 
 
 def measure_curves(
@@ -84,7 +93,7 @@ def measure_curves(
     draft.bind_target(target)
     points = batch_points(draft.config.num_draft_slots, num_requests)
     longest = longest_position(text_config(target))
-    limit = max(context_lengths) if longest is None else max(NEW_CONTEXT, longest - draft.config.num_draft_slots - 1)
+    limit = max(context_lengths) if longest is None else max(NEW_CONTEXT, longest - points[-1])
     lengths = sorted({min(length, limit) for length in context_lengths})
     share_s = budget_s / len(lengths) if budget_s is not None else None
     with torch.no_grad(), random_state_kept(target, draft):
@@ -122,7 +131,7 @@ def _measure(
             if on_progress is not None:
                 on_progress()
     spreads = tuple(_quartiles(verify_s[b]) for b in points)
-    medians = isotonic([statistics.median(verify_s[b]) for b in points])
+    medians = without_noise([statistics.median(verify_s[b]) for b in points], spreads)
     drafting, request_s = statistics.median(draft_s), 0.0
     if alone_s:
         alone = min(statistics.median(alone_s), drafting)

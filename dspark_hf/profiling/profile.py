@@ -28,7 +28,7 @@ from .measure import MeasuredCurve, measure_curves
 
 
 FILE_NAME = "round_times.json"  # beside a draft's weights
-FORMAT = 1
+FORMAT = 2  # 1 had times of fewer tokens, and no falls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +247,7 @@ def profile_path(target: PreTrainedModel, draft: DSparkDraftModel, num_requests:
     Returns:
         `pathlib.Path`: it need not exist.
     """
-    text = json.dumps(fingerprint(target, draft, num_requests), sort_keys=True)
+    text = json.dumps({"format": FORMAT} | fingerprint(target, draft, num_requests), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return profile_folder() / f"{digest}.json"
 

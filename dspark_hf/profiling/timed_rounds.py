@@ -26,6 +26,7 @@ from ..decoding.packed_runner import PackedRunner
 from ..decoding.request import Request, Verdict
 from ..decoding.single_runner import SingleRunner, model_kwargs_for
 from ..drafts.modeling_dspark import DSparkDraftModel
+from ..scheduling.copying import MOST_COPIES
 
 
 NEW_CONTEXT = 2  # tokens a typical round commits, and the next one's drafting takes in
@@ -122,16 +123,18 @@ def text_config(target: PreTrainedModel) -> PreTrainedConfig:
 def _synthetic_text(
     target: PreTrainedModel, draft: DSparkDraftModel, context_length: int
 ) -> tuple[torch.Tensor, GenerationConfig]:
-    """A text of context, anchor and drafts, [1, s + 1 + slots], and the config of a call that drafts whole blocks."""
+    """A text of context, anchor and drafts, [1, s + 1 + k], and the config of a call that drafts whole blocks."""
     num_slots = draft.config.num_draft_slots
+    num_drafts = max(num_slots, MOST_COPIES)
     device = target.device if target.device.type != "meta" else "cpu"  # on meta: offloaded, its hooks move inputs
     vocab_size = text_config(target).vocab_size
-    text = _ordinary_ids(vocab_size, _special_ids(target.config), context_length + num_slots + 1)
+    text = _ordinary_ids(vocab_size, _special_ids(target.config), context_length + num_drafts + 1)
     config = GenerationConfig(
         max_length=len(text) + 1,
         do_sample=False,
         num_assistant_tokens=num_slots,
         num_assistant_tokens_schedule="confidence",
+        prompt_lookup_num_tokens=0,
     )
     return torch.tensor([text], device=device), config
 

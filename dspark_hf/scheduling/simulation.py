@@ -203,7 +203,8 @@ class _Replayed:
         self.text, self.history = text, history
         self.places = [block.place for block in text.blocks]
         self.place = self.start = text.num_prompt_tokens
-        self.end = min(len(text.token_ids), self.start + max_tokens)
+        self.limit = self.start + max_tokens
+        self.end = min(len(text.token_ids), self.limit)
         if history is not None and history.copies is not None:
             history.copies.read(text.token_ids[: self.place])
 
@@ -214,12 +215,12 @@ class _Replayed:
 
     @property
     def num_left(self) -> float:
-        """Tokens that the text may still grow by."""
-        return self.end - self.place
+        """Tokens that the text may still grow by; where it ends by itself is not known ahead."""
+        return self.limit - self.place
 
     @property
     def has_ended(self) -> bool:
-        return self.num_left <= 0
+        return self.place >= self.end
 
     def num_right(self, copied: Sequence[int]) -> int:
         """Leading tokens of a copy that the text goes on with."""
@@ -234,7 +235,7 @@ class _Replayed:
         if num_accepted == num_sent and copied:
             everything = [*block.token_ids[:num_sent], *copied]
             num_accepted = max(num_sent, self.num_right(everything)) if num_sent else self.num_right(copied)
-        num_accepted = min(num_accepted, int(self.num_left) - 1)
+        num_accepted = min(num_accepted, int(self.end - self.place) - 1)
         new_ids = self.text.token_ids[self.place : self.place + num_accepted + 1]
         self.place += num_accepted + 1
         if self.history is not None and self.history.copies is not None:

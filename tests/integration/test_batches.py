@@ -365,9 +365,9 @@ def test_no_row_is_hurried_while_others_wait(pair, monkeypatch):
     draft = oracle_draft(target)
     seen, right = [], AdaptiveConfidenceCriteria.verify_lengths
 
-    def spy(criterion, histories, confidence, tokens_left=None):
+    def spy(criterion, histories, confidence, tokens_left=None, plan=None):
         seen.append((len(histories), tokens_left))
-        return right(criterion, histories, confidence, tokens_left)
+        return right(criterion, histories, confidence, tokens_left, plan)
 
     monkeypatch.setattr(AdaptiveConfidenceCriteria, "verify_lengths", spy)
     draft.generation_config.num_assistant_tokens_schedule = "confidence"

@@ -104,6 +104,7 @@ def test_no_schedule_learns_from_it(schedule, do_sample):
 @pytest.mark.parametrize("mode", MODES)
 def test_an_eagle3_draft_that_overflows_is_not_used(mode):
     target, draft = loud_target(), random_eagle3().half()
+    draft.generation_config.prompt_lookup_num_tokens = 0
     text, rounds, _, found = run(target, draft, **MODES[mode])
     assert text.shape[1] == 9 + NUM_NEW
     if not MODES[mode]["do_sample"]:
@@ -203,7 +204,7 @@ def test_a_mask_embedding_that_is_infinite(do_sample):
 def test_confidences_alone_that_are_nan_stop_the_block(schedule, do_sample):
     target = tiny_target()
     draft = oracle_draft(target)
-    draft.generation_config.num_assistant_tokens_schedule = schedule
+    draft.generation_config.update(num_assistant_tokens_schedule=schedule, prompt_lookup_num_tokens=0)
     with torch.no_grad():
         draft.confidence_head.proj.bias.fill_(math.nan)
     text, rounds, passes, found = run(target, draft, do_sample=do_sample)

@@ -21,7 +21,7 @@ from tests.support.models import oracle_draft, random_draft, random_prompt, tiny
 from tests.support.scripted import ForwardCounter, captured_log
 
 
-PASSES = 1 + 3 * 5  # prefill, then warm-up and two repeats over 1 to 5 tokens
+PASSES = 1 + 3 * 11  # prefill, then warm-up and two repeats over 1 to 9, 16 and 17 tokens
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def test_a_shipped_profile_of_another_machine_is_named_once_and_not_used(pair, t
 def test_a_damaged_file_is_measured_anew(pair):
     path = profile_path(*pair)
     path.parent.mkdir(parents=True)
-    path.write_text('{"format": 1, "curves"')
+    path.write_text('{"format": 2, "curves"')
     with captured_log() as messages:
         profile = profile_for(*pair, 64)
     assert len(messages) == 1

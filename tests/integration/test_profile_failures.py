@@ -191,7 +191,7 @@ DAMAGED = {
     "binary": b"\xff\xfe\x00",
     "a list": b"[]",
     "nested": b"[" * 100_000,
-    "an endless number": b'{"format": 1, "curves": [{"context_length": 1e999}]}',
+    "an endless number": b'{"format": 2, "curves": [{"context_length": 1e999}]}',
     "numbers beyond a double": json.dumps({"verify_s": [10**400, 10**401]}),
     "words for numbers": json.dumps({"verify_s": ["fast", "slow"]}),
     "nothing for curves": json.dumps({"curves": None}),

@@ -114,7 +114,8 @@ def test_more_drafts_than_slots_that_predict(target):
 
 OPTIONS = {
     "assistant_ensemble_weight": (0.5, ValueError, r"`assistant_ensemble_weight` .* 0.5"),
-    "prompt_lookup_num_tokens": (3, ValueError, r"`prompt_lookup_num_tokens`=3"),
+    "prompt_lookup_num_tokens": (-3, ValueError, r"`prompt_lookup_num_tokens` must be an integer >= 0, got -3"),
+    "max_matching_ngram_size": (0, ValueError, r"`max_matching_ngram_size` must be an integer >= 1, got 0"),
     "assistant_early_exit": (2, ValueError, r"`assistant_early_exit`=2"),
     "use_mtp": (True, ValueError, r"`use_mtp`=True"),
     "speculation_type": ("dflash", ValueError, r"`speculation_type`='dflash'"),
@@ -133,8 +134,8 @@ def test_options(target, draft, name):
 
 def test_options_on_the_targets_own_config(draft):
     target = tiny_target()
-    target.generation_config.prompt_lookup_num_tokens = 3
-    refused(target, draft, ValueError, "`prompt_lookup_num_tokens`=3", num_puts=0)
+    target.generation_config.assistant_early_exit = 3
+    refused(target, draft, ValueError, "`assistant_early_exit`=3", num_puts=0)
 
 
 def test_sampled_beams(target, draft):

@@ -172,6 +172,8 @@ def run(case: Case, with_draft: bool, **overrides: Any) -> Run:
     processors = LogitsProcessorList([processor] if case.bias else [])
     if not with_draft:
         processors.append(recorder)
+        for name in ("prompt_lookup_num_tokens", "max_matching_ngram_size"):  # the library's own way to draft
+            kwargs.pop(name, None)
     if processors:
         kwargs["logits_processor"] = processors
     if case.stop_after is not None:
@@ -318,6 +320,19 @@ def num_assistant_tokens(case: Case, rng: random.Random) -> None:
     rng.choice([case.kwargs, case.draft_knobs])["num_assistant_tokens"] = rng.randint(1, most)
 
 
+def prompt_lookup(case: Case, rng: random.Random) -> None:
+    where = rng.choice([case.kwargs, case.draft_knobs])
+    where["prompt_lookup_num_tokens"] = rng.choice([0, 1, 3, 10, 10, 40])
+    if rng.random() < 0.5:
+        where["max_matching_ngram_size"] = rng.choice([1, 2, 5])
+
+
+def repetitive_prompt(case: Case, rng: random.Random) -> None:
+    """A prompt that says things twice, the plain answer among them: there is a lot to copy, some of it wrong."""
+    answer = torch.tensor([plain_tokens(case)[: rng.randint(1, 12)]])
+    case.prompt = torch.cat([case.prompt, answer, case.prompt, answer, case.prompt[:, : rng.randint(1, 3)]], dim=1)
+
+
 def static_cache(case: Case, rng: random.Random) -> None:
     if case.kind in STATIC_CACHE_KINDS:
         case.kwargs["cache_implementation"] = "static"
@@ -347,10 +362,12 @@ def returned_everything(case: Case, rng: random.Random) -> None:
 
 # In the order in which they are applied: the ones that pick tokens from the text come last.
 FEATURES = (
+    repetitive_prompt,
     left_padding,
     threshold,
     schedule,
     num_assistant_tokens,
+    prompt_lookup,
     static_cache,
     streamer,
     returned_scores,
@@ -374,7 +391,16 @@ FEATURES = (
     min_length,
     add_eos,
 )
-WEIGHTS = {threshold: 3, schedule: 3, num_assistant_tokens: 2, add_eos: 5, returned_scores: 3, returned_everything: 3}
+WEIGHTS = {
+    repetitive_prompt: 4,
+    threshold: 3,
+    schedule: 3,
+    num_assistant_tokens: 2,
+    prompt_lookup: 3,
+    add_eos: 5,
+    returned_scores: 3,
+    returned_everything: 3,
+}
 
 
 def build_case(kind: str, number: int) -> Case:
@@ -514,7 +540,14 @@ def test_the_mix_covers_every_kind_of_round():
         for record in records
     )
     assert min(counts[key] for key in ("none sent", "all", "some", "none")) >= 250, counts
-    assert {record.num_accepted for record in records} == set(range(8))
+    assert {record.num_accepted for record in records} >= set(range(8))
+    sources = Counter(record.source for record in records)
+    assert sources["both"] >= 8, sources
+    assert sources["copy"] >= 400, sources
+    copied = [record for record in records if record.num_copied]
+    outcomes = Counter((record.num_accepted > record.num_drawn, record.num_accepted < record.verify_length) for record in copied)
+    assert min(outcomes[right, wrong] for right, wrong in ((True, False), (True, True), (False, True))) >= 50, outcomes
+    assert sum(record.truncated for record in copied) >= 10  # texts that end inside a copy
     cut = sum(len(record.confidence) > record.verify_length > 0 for record in records)
     assert cut >= 100, "too few blocks are cut before verification"
     assert sum(group.eos_drafts for group in groups) >= 40

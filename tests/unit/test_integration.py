@@ -68,7 +68,7 @@ def test_other_assistants_are_left_alone(monkeypatch, no_deprecated_calls):
 
 
 REFUSALS = [
-    ({"prompt_lookup_num_tokens": 3}, ValueError, "`prompt_lookup_num_tokens` are two ways to draft"),
+    ({"prompt_lookup_num_tokens": -3}, ValueError, "`prompt_lookup_num_tokens` must be an integer >= 0, got -3"),
     ({"assistant_early_exit": 2}, ValueError, "(`assistant_early_exit`=2)"),
     ({"num_beams": 2}, ValueError, "got generation mode"),
     ({"assistant_tokenizer": object(), "tokenizer": object()}, ValueError, "Do not pass `assistant_tokenizer`"),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafting half of a round; that its logits are the ones sampled from is tested in tests/losslessness."""
 
-from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,7 +12,8 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from dspark_hf import DraftProposal, DSparkCandidateGenerator, RoundRecord
 from dspark_hf.decoding.drafter import CommittedContext, ContextSpan
 from dspark_hf.decoding.request import Request
-from dspark_hf.scheduling import LookaheadScheduler, SPSCurve, ThresholdScheduler
+from dspark_hf.scheduling import FixedScheduler, LookaheadScheduler, SPSCurve, ThresholdScheduler
+from dspark_hf.scheduling.choice import DraftPlan
 from tests.support.closeness import assert_close, assert_differs
 from tests.support.drafting import OneText
 from tests.support.models import oracle_draft, random_draft, random_prompt, tiny_target, uncached_block
@@ -138,7 +139,8 @@ def test_only_the_layers_that_are_read_are_asked_for(wanted, entries):
 def test_criterion_follows_the_knobs():
     target = tiny_target()
     draft = oracle_draft(target)
-    assert build(target, draft).criterion is None
+    assert build(target, draft).criterion.scheduler == FixedScheduler(4)
+    assert not build(target, draft).needs_curve
     draft.generation_config.num_assistant_tokens_schedule = None
     config = GenerationConfig(do_sample=False, max_length=9)
     greedy = DSparkCandidateGenerator(target, draft, config)
@@ -160,7 +162,7 @@ def test_criterion_follows_the_knobs():
 
 
 @torch.no_grad()
-def test_context_waits_while_drafting_does_not_pay():
+def test_context_waits_while_drafting_does_not_pay(monkeypatch):
     """A skipped round keeps its context; the next block sees it as if nothing had been skipped."""
     target = tiny_target()
     draft = oracle_draft(target)
@@ -170,10 +172,9 @@ def test_context_waits_while_drafting_does_not_pay():
     for skip in (False, True):
         generator = OneText(DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512)))
         gate = iter((not skip, True))
-        generator.drafter.criterion = SimpleNamespace(
-            should_draft=lambda *_, gate=gate: next(gate),
-            verify_lengths=lambda _, confidence, __: torch.tensor([confidence.shape[1]]),
-        )
+        policy = generator.drafter.policy
+        monkeypatch.setattr(policy, "plan", lambda *_, gate=gate: DraftPlan((0,), (next(gate),), (np.zeros(0),)))
+        monkeypatch.setattr(policy, "verify_lengths", lambda _, confidence, *__: torch.tensor([confidence.shape[1]]))
         generator.add_context(states, 6, {})
         first = generator.propose(text[:, :7])
         assert (first.drafted, first.token_ids.shape[1]) == ((False, 0) if skip else (True, 4))
@@ -258,16 +259,17 @@ def test_draft_cache_holds_all_but_the_anchor_after_each_round(monkeypatch):
 
 
 @torch.no_grad()
-def test_a_dead_end_does_not_change_what_the_scheduler_sees_of_the_slots_before_it():
+def test_a_dead_end_does_not_change_what_the_scheduler_sees_of_the_slots_before_it(monkeypatch):
     """Whether a draft leads to a dead end depends on the draft; sending it must not."""
     target = tiny_target()
     draft = oracle_draft(target)
     text, seen = random_prompt(9), []
     for spoiled in (False, True):
         generator = OneText(DSparkCandidateGenerator(target, draft, GenerationConfig(do_sample=False, max_length=512)))
-        generator.drafter.criterion = SimpleNamespace(
-            should_draft=lambda *_: True,
-            verify_lengths=lambda _, confidence, __: (seen.append(confidence), torch.tensor([confidence.shape[1]]))[1],
+        monkeypatch.setattr(
+            generator.drafter.policy,
+            "verify_lengths",
+            lambda _, confidence, *__: (seen.append(confidence), torch.tensor([confidence.shape[1]]))[1],
         )
         ends = LogitsProcessorList([_DeadEnd(length=11 if spoiled else 99)])
         generator.request.drafting.processors = ends  # reads the text, as a grammar does

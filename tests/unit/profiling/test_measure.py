@@ -9,8 +9,8 @@ import torch
 
 from dspark_hf import DSparkDraftModel
 from dspark_hf._compat import CACHE_KEY
-from dspark_hf.profiling import timed_rounds
-from dspark_hf.profiling.measure import PATIENCE, batch_points, isotonic, measure_curves
+from dspark_hf.profiling import measure, timed_rounds
+from dspark_hf.profiling.measure import PATIENCE, batch_points, measure_curves, without_noise
 from tests.integration import test_targets_multimodal as multimodal
 from tests.support.closeness import assert_close
 from tests.support.models import TARGET_KINDS, oracle_draft, random_draft, random_prompt, tiny_target
@@ -47,7 +47,14 @@ class Clock:
 
 
 @pytest.fixture
-def pair():
+def few_points(monkeypatch):
+    """Copies as long as blocks, so that the passes of a measurement can be counted by hand."""
+    monkeypatch.setattr(measure, "MOST_COPIES", 4)
+    monkeypatch.setattr(timed_rounds, "MOST_COPIES", 4)
+
+
+@pytest.fixture
+def pair(few_points):
     target, draft = tiny_target(), random_draft()
     draft.bind_target(target)  # which probes it once
     return target, draft
@@ -65,16 +72,18 @@ def run_clock(monkeypatch, pair, **kwargs):
 @pytest.mark.parametrize(
     ("num_slots", "expected"),
     [
-        (1, (1, 2)),
-        (5, (1, 2, 3, 4, 5, 6)),
-        (8, (1, 2, 3, 4, 5, 6, 7, 8, 9)),
-        (10, (1, 2, 3, 4, 5, 6, 7, 8, 9, 11)),
+        (1, (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17)),  # the longest copy is one of 16 tokens
         (16, (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17)),
         (31, (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 24, 25, 32)),
     ],
 )
-def test_large_blocks_are_measured_at_the_ends_of_tiles(num_slots, expected):
+def test_long_copies_and_large_blocks_are_measured_at_the_ends_of_tiles(num_slots, expected):
     assert batch_points(num_slots) == expected
+
+
+def test_passes_of_the_longest_copy_are_measured():
+    (measured,) = measure_curves(tiny_target(), random_draft(), (20,), num_repeats=2)
+    assert measured.curve.batch_tokens == (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +97,23 @@ def test_large_blocks_are_measured_at_the_ends_of_tiles(num_slots, expected):
         ((5.0,), (5.0,)),
     ],
 )
-def test_isotonic(medians, expected):
-    assert isotonic(medians) == pytest.approx(expected, abs=1e-12)
+def test_a_fall_within_the_spread_is_noise(medians, expected):
+    spreads = [(median - 5, median + 5) for median in medians]
+    assert without_noise(medians, spreads) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("medians", "widths", "expected"),
+    [
+        ((2.0, 4.0, 1.0), (0.1, 0.1, 0.1), (2.0, 4.0, 1.0)),  # as in float32: more tokens in less time
+        ((2.0, 4.0, 1.0), (0.1, 2.0, 0.1), (2.0, 2.5, 1.0)),  # 4 lies 1.5 from the mean of 4 and 1
+        ((2.0, 4.0, 1.0), (0.1, 0.1, 2.0), (2.0, 4.0, 2.5)),
+        ((2.0, 4.0, 1.0), (2.0, 0.0, 2.0), (2.0, 2.5, 2.5)),  # its own repeats agree by chance: most others do not
+    ],
+)
+def test_a_fall_beyond_the_spread_stays(medians, widths, expected):
+    spreads = [(median, median + width) for median, width in zip(medians, widths, strict=True)]
+    assert without_noise(medians, spreads) == pytest.approx(expected, abs=1e-12)
 
 
 # Times
@@ -125,11 +149,11 @@ def test_a_stall_moves_a_quartile_and_no_median(monkeypatch, pair):
     assert measured.verify_spread_s[0] == (1.0, 1.0)
 
 
-def test_falling_medians_are_pooled(monkeypatch, pair):
+def test_falls_of_a_steady_machine_stay(monkeypatch, pair):
     run_clock(monkeypatch, pair, verify_s={1: 1.0, 2: 2.0, 3: 1.5, 4: 4.0, 5: 3.0})
     (measured,) = measure_curves(*pair, (20,), num_repeats=2)
-    assert measured.curve.verify_s == (1.0, 1.75, 1.75, 3.5, 3.5)
-    assert measured.verify_spread_s[3] == (4.0, 4.0)  # as measured
+    assert measured.curve.verify_s == (1.0, 2.0, 1.5, 4.0, 3.0)
+    assert measured.verify_spread_s[3] == (4.0, 4.0)
 
 
 def test_token_counts_take_turns_after_a_warm_up(monkeypatch, pair):
@@ -174,6 +198,7 @@ def test_contexts_are_cut_to_the_positions_of_the_target(pair):
     assert max(int(call["position_ids"].max()) for call in counter.calls) == 511
 
 
+@pytest.mark.usefixtures("few_points")
 @pytest.mark.parametrize("kind", TARGET_KINDS)
 def test_verification_passes_are_the_loops(kind):
     target = tiny_target(kind)
@@ -198,6 +223,7 @@ def test_verification_passes_are_the_loops(kind):
     assert passes == [described(generating.calls[1])] * 3
 
 
+@pytest.mark.usefixtures("few_points")
 @pytest.mark.parametrize("kind", TARGET_KINDS)
 def test_rounds_are_taken_back(kind):
     """Also where the context is longer than the window: every pass sees what the first one saw."""
@@ -299,7 +325,7 @@ def test_dropout_does_not_move_the_random_state(pair):
 image_target = multimodal.target
 
 
-def test_positions_of_a_chat_with_an_image_stay(image_target):
+def test_positions_of_a_chat_with_an_image_stay(image_target, few_points):
     prompt, inputs = multimodal.image_prompt()
     multimodal.generate(image_target, prompt, **inputs)
     shift = image_target.model.rope_deltas

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from dspark_hf import RoundRecord
 from dspark_hf.scheduling import RoundOutlook, SPSCurve
 from dspark_hf.scheduling.acceptance import AcceptanceHistory
+from dspark_hf.scheduling.request_history import RequestHistory
 from dspark_hf.scheduling.gate import DraftingGate, DraftingPause, best_fixed_length
 from dspark_hf.scheduling.live_curve import LiveRoundTimes
 from tests.support.closeness import assert_close
@@ -61,14 +63,25 @@ def test_slots_that_were_not_sent_are_not_judged(monkeypatch):
 
 
 def test_tokens_per_round_by_hand(monkeypatch):
-    """Four pseudo-rounds of 1.6, then one of 4 and one of 1."""
+    """Four pseudo-rounds of 1.6, then one of 4, one of 1 and a copy that brings 6; a plain step does not count."""
     without_decay(monkeypatch, AcceptanceHistory)
-    history = AcceptanceHistory(3)
+    history = RequestHistory(AcceptanceHistory(3))
     assert history.tokens_per_round == pytest.approx(1.6)
     history.observe(record(3, 3))
     history.observe(record(0, 3))
     assert history.tokens_per_round == pytest.approx((6.4 + 4 + 1) / 6)
-    assert AcceptanceHistory(3, [0.5, 0.1, 0.1]).tokens_per_round == pytest.approx(1.5)
+    history.observe(dataclasses.replace(record(0, 0), drafted=False))
+    history.observe(dataclasses.replace(record(5, 5), drafted=False, num_copied=5))
+    assert history.tokens_per_round == pytest.approx((6.4 + 4 + 1 + 6) / 7)
+    assert RequestHistory(AcceptanceHistory(3, [0.5, 0.1, 0.1])).tokens_per_round == pytest.approx(1.5)
+
+
+def test_copied_drafts_are_no_slots(monkeypatch):
+    """One draft of the block and two copies, of which one is accepted: the block's slot was right, no other judged."""
+    without_decay(monkeypatch, AcceptanceHistory)
+    history = RequestHistory(AcceptanceHistory(3))
+    history.observe(dataclasses.replace(record(2, 3), num_copied=2))
+    assert history.blocks.conditional_acceptance == pytest.approx([2.2 / 3, 0.6, 0.6])
 
 
 def test_calibrated_prior_weighs_four_rounds(monkeypatch):
