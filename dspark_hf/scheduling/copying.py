@@ -28,7 +28,7 @@ class CopySource:
     """The text of a request, what its ending was followed by before, and how often that came again."""
 
     DECAY = 0.98
-    PRIOR_TOKENS = 8.0  # observations that the prior counts as, in each class
+    PRIOR_TOKENS = 4.0  # observations that the prior counts as, in each class: few, so that false matches end soon
 
     def __init__(self, prior: Sequence[float] | None = None, longest_match: int = LONGEST_MATCH):
         self._text, self._match, self._longest = TextIndex(), NO_MATCH, longest_match
