@@ -31,15 +31,17 @@ ALL_SLOTS = (
     ("num_assistant_tokens_schedule", "constant"),
     ("num_assistant_tokens", None),
     ("assistant_confidence_threshold", None),
+    ("prompt_lookup_num_tokens", 0),
 )
+WITHOUT_COPIES = (("prompt_lookup_num_tokens", 0),)
 _DRAFTING = (DRAFT, ASSISTANT, DFLASH)
 # Knob -> what it takes, and the kinds that have it.
 KNOBS: dict[str, tuple[Callable[[str], Any], tuple[str, ...]]] = {
     "num_assistant_tokens": (int, _DRAFTING),
     "assistant_confidence_threshold": (float, _DRAFTING),
     "num_assistant_tokens_schedule": (str, _DRAFTING),
-    "prompt_lookup_num_tokens": (int, (PROMPT_LOOKUP,)),
-    "max_matching_ngram_size": (int, (PROMPT_LOOKUP,)),
+    "prompt_lookup_num_tokens": (int, (PROMPT_LOOKUP, DRAFT)),
+    "max_matching_ngram_size": (int, (PROMPT_LOOKUP, DRAFT)),
 }
 # What transformers raises for a pair that does not fit is not of one type.
 UNFIT = (ValueError, NotImplementedError, RuntimeError, TypeError, AttributeError, KeyError, IndexError)
@@ -107,13 +109,15 @@ def _parse_knob(kind: str, text: str) -> tuple[str, Any]:
 
 
 def default_drafters(drafts: Sequence[str | None]) -> list[Drafter]:
-    """The drafters compared by default: prompt lookup, and each draft with its own schedule and with every slot sent
-    (which the figures of its confidences need).
+    """The drafters compared by default: prompt lookup, and each draft with its own schedule, the same without copies
+    from the text, and with every slot sent (which the figures of its confidences need).
     """
     found = [Drafter(PROMPT_LOOKUP, PROMPT_LOOKUP)]
     for path in drafts or [None]:
         name = Path(path).name if path is not None else "dspark"
-        found += [Drafter(name, DRAFT, path), Drafter(f"{name} all slots", DRAFT, path, ALL_SLOTS)]
+        found.append(Drafter(name, DRAFT, path))
+        found.append(Drafter(f"{name} without copies", DRAFT, path, WITHOUT_COPIES))
+        found.append(Drafter(f"{name} all slots", DRAFT, path, ALL_SLOTS))
     return found
 
 

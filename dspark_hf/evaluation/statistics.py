@@ -41,6 +41,15 @@ class Percentiles:
 
 
 @dataclass(frozen=True)
+class SourceFigures:
+    """The rounds of a drafter whose drafts came from one source."""
+
+    source: str  # see `RoundRecord.source`
+    num_rounds: int
+    accepted_length: float  # tokens per round, the bonus token included
+
+
+@dataclass(frozen=True)
 class DrafterFigures:
     """Figures of a drafter on a task in one decoding."""
 
@@ -60,6 +69,7 @@ class DrafterFigures:
     token_latency_s: Percentiles  # seconds per token after the first arrival, over answers
     first_token_s: Percentiles  # seconds to the first token, over answers
     num_different: int | None  # greedy answers that are not plain generation's; None when sampling
+    sources: tuple[SourceFigures, ...]  # where the drafts came from
 
 
 @dataclass(frozen=True)
@@ -186,6 +196,10 @@ def drafter_figures(recording: Recording, task: str, decoding: str, drafter: str
         token_latency_s=_percentiles([run.token_latency_s for run in runs]),
         first_token_s=_percentiles([run.first_token_s for run in runs]),
         num_different=sum(_first_difference(recording, run) is not None for run in runs) if is_greedy else None,
+        sources=tuple(
+            SourceFigures(source, own.num_rounds, own.accepted_length)
+            for source, own in sorted(pooled.by_source().items())
+        ),
     )
 
 
