@@ -69,7 +69,7 @@ def collect(pair: tuple, files: list[Path], arguments: argparse.Namespace) -> di
             prompts,
             max_new_tokens=arguments.max_new_tokens,
             generate_arguments=sampling if arguments.temperature else None,
-        )
+        ).rounds
         seconds = time.perf_counter() - start
         print(f"{file.stem}: {len(prompts)} prompts, {len(collected[file.stem])} rounds, {seconds:.0f} s", flush=True)
     return collected

@@ -17,7 +17,8 @@ from rich.table import Table
 from ..common.decoding_options import sampling_arguments
 from ..common.files import json_values
 from ..common.versions import library_versions
-from ..evaluation.compare import ComparisonSummary, PromptComparison, compare, summarize
+from ..decoding.criterion import resolve_options
+from ..evaluation.compare import ComparisonSummary, PromptComparison, compare, summarize, without_copies_summary
 from .loading import check_prompting, load_pair, prompting_tokenizer
 from .options import (
     Device,
@@ -26,6 +27,7 @@ from .options import (
     Json,
     MaxNewTokens,
     NumAssistantTokens,
+    PromptLookup,
     Raw,
     Schedule,
     Seed,
@@ -61,6 +63,7 @@ def compare_command(
     num_assistant_tokens: NumAssistantTokens = None,
     assistant_confidence_threshold: Threshold = None,
     num_assistant_tokens_schedule: Schedule = None,
+    prompt_lookup_num_tokens: PromptLookup = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
@@ -77,10 +80,18 @@ def compare_command(
         with status.status("Loading the models (the default target is fetched and converted once)..."):
             model, draft_model, tokenizer = load_pair(target, draft, dtype, device, trust_remote_code)
         tokenizer = prompting_tokenizer(tokenizer, draft_model, enable_thinking, raw)
-        set_knobs(draft_model, num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
+        set_knobs(
+            draft_model,
+            num_assistant_tokens,
+            assistant_confidence_threshold,
+            num_assistant_tokens_schedule,
+            prompt_lookup_num_tokens,
+        )
+        copies = resolve_options(draft_model.config, draft_model.generation_config).copies is not None
         torch.manual_seed(seed)
         with progress_bar() as progress:
-            task = progress.add_task("Generating with and without DSpark", total=2 * repeats * len(chosen))
+            total = (2 + copies) * repeats * len(chosen)
+            task = progress.add_task("Generating with and without DSpark", total=total)
             results = compare(
                 model,
                 draft_model,
@@ -91,6 +102,7 @@ def compare_command(
                 raw=raw,
                 generate_arguments=sampling,
                 on_progress=lambda: progress.advance(task),
+                without_copies=copies,
             )
     if json_output:
         found = _as_json(results, dtype, str(model.device), temperature)
@@ -119,7 +131,9 @@ def _print_comparison(results: list[PromptComparison], dtype: str, temperature: 
     )
     for heading in (*headings, "same\ntext"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for pool in _summaries(results):
+    table.add_column("by source (rounds)")
+    without = without_copies_summary(results)
+    for pool in [*_summaries(results), *([without] if without is not None else [])]:
         table.add_row(
             escape(f"{pool.name} ({pool.num_prompts})"),
             f"{pool.plain_tokens_per_s:.1f}",
@@ -129,6 +143,7 @@ def _print_comparison(results: list[PromptComparison], dtype: str, temperature: 
             f"{pool.verify_length:.2f}",
             f"{pool.verified_per_token:.2f}",
             f"{pool.num_identical}/{pool.num_prompts}" if temperature == 0 else "-",
+            ", ".join(f"{source} {length:.1f} ({count})" for source, (count, length) in pool.by_source.items()),
         )
     console.print(table)
     if temperature == 0:
@@ -158,12 +173,14 @@ def _print_differences(results: list[PromptComparison], dtype: str) -> None:
 
 
 def _as_json(results: list[PromptComparison], dtype: str, device: str, temperature: float) -> dict[str, Any]:
+    without = without_copies_summary(results)
+    pools = [*_summaries(results), *([without] if without is not None else [])]
     return {
         "versions": library_versions(),
         "dtype": dtype,
         "device": device,
         "temperature": temperature,
-        "summary": [dataclasses.asdict(pool) | {"speedup": pool.speedup} for pool in _summaries(results)],
+        "summary": [dataclasses.asdict(pool) | {"speedup": pool.speedup} for pool in pools],
         "prompts": [
             {
                 "domain": result.prompt.domain,

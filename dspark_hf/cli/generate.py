@@ -19,6 +19,7 @@ from .options import (
     Dtype,
     MaxNewTokens,
     NumAssistantTokens,
+    PromptLookup,
     Raw,
     Schedule,
     Seed,
@@ -46,6 +47,7 @@ def generate_command(
     num_assistant_tokens: NumAssistantTokens = None,
     assistant_confidence_threshold: Threshold = None,
     num_assistant_tokens_schedule: Schedule = None,
+    prompt_lookup_num_tokens: PromptLookup = None,
     temperature: Temperature = 0.0,
     top_p: TopP = 1.0,
     seed: Seed = 0,
@@ -58,7 +60,12 @@ def generate_command(
         check_prompting(raw, enable_thinking)
         check_prompt(text)
         sampling = sampling_arguments(temperature, top_p)
-        knobs = (num_assistant_tokens, assistant_confidence_threshold, num_assistant_tokens_schedule)
+        knobs = (
+            num_assistant_tokens,
+            assistant_confidence_threshold,
+            num_assistant_tokens_schedule,
+            prompt_lookup_num_tokens,
+        )
         if plain and any(knob is not None for knob in knobs):
             raise ValueError("`--plain` does without the draft, so its knobs mean nothing, got both. Leave out one.")
         with errors.status("Loading the models..."):

@@ -49,6 +49,14 @@ Schedule = Annotated[
         help='"hardware" (default), "confidence" or "constant".',
     ),
 ]
+PromptLookup = Annotated[
+    int | None,
+    typer.Option(
+        "--prompt-lookup-num-tokens",
+        min=0,
+        help="Most tokens copied from the text per round; 0 for none. Default: the schedule decides, up to 16.",
+    ),
+]
 Temperature = Annotated[float, typer.Option("--temperature", min=0.0, help="0 decodes greedily.")]
 TopP = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="Nucleus, when sampling.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed, when sampling.")]
@@ -78,12 +86,15 @@ def exit_on_error() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
-def set_knobs(draft: DSparkDraftModel, num_tokens: int | None, threshold: float | None, schedule: str | None) -> None:
+def set_knobs(
+    draft: DSparkDraftModel, num_tokens: int | None, threshold: float | None, schedule: str | None, lookup: int | None
+) -> None:
     """Options that were given; what was saved with the draft stays otherwise."""
     chosen = {
         "num_assistant_tokens": num_tokens,
         "assistant_confidence_threshold": threshold,
         "num_assistant_tokens_schedule": schedule,
+        "prompt_lookup_num_tokens": lookup,
     }
     for name, value in chosen.items():
         if value is not None:

@@ -12,7 +12,7 @@ from ..drafts.target_probe import findings_of
 
 logger = logging.get_logger("transformers.dspark_hf.decoding.hopeless")
 
-HOPELESS_ROUNDS, HOPELESS_LENGTH = 16, 1.05
+HOPELESS_ROUNDS, HOPELESS_LENGTH = 32, 1.05  # where copies take what is easy, a good draft may fail many times
 
 
 def warn_if_hopeless(target: PreTrainedModel, draft: PreTrainedModel, stats: AcceptanceStats) -> None:

@@ -104,6 +104,8 @@ def _side_values(side: Side | None) -> dict[str, Any] | None:
             "num_verified": stats.num_verified,
             "num_drafted": stats.num_drafted,
             "num_accepted": sum(record.num_accepted for record in side.rounds),
+            "num_copied": stats.num_copied,
+            "num_copied_accepted": stats.num_copied_accepted,
             "origins": [token.origin for token in side.tokens],
         }
     return values

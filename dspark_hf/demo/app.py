@@ -32,7 +32,7 @@ CHAT, RAW = "Chat", "Raw text"
 GREEDY, SAMPLING = "Greedy", "Sampling"
 OWN_SCHEDULE = "the draft's own"
 NO_TURN = "The line is full, or the connection broke. Please try again in a minute."
-DRAFT_COLOUR, TARGET_COLOUR, REJECTED_COLOUR = "#1f9e78", "#3f86cf", "#dd7a32"
+DRAFT_COLOUR, COPY_COLOUR, TARGET_COLOUR, REJECTED_COLOUR = "#1f9e78", "#9159c9", "#3f86cf", "#dd7a32"
 PRIVATE = {"api_visibility": "private"}
 AT_ONCE = {"queue": False, "show_progress": "hidden", **PRIVATE}
 
@@ -205,7 +205,7 @@ def _add_screen(session: Session, controls: _Controls) -> _Screen:
 
 
 def _add_plots() -> list[Any]:
-    origin_colours = {plots.DRAFTS: DRAFT_COLOUR, plots.OWN: TARGET_COLOUR}
+    origin_colours = {plots.DRAFTS: DRAFT_COLOUR, plots.COPIES: COPY_COLOUR, plots.OWN: TARGET_COLOUR}
     outcome_colours = {ACCEPTED: DRAFT_COLOUR, REJECTED: REJECTED_COLOUR}
     shared = {"min_width": 300, "tooltip": "all"}
     return [

@@ -11,7 +11,7 @@ from ..common.records import AcceptanceStats, RoundRecord
 from .records import ACCEPTED, REJECTED, UNJUDGED, draft_outcome
 
 
-DRAFTS, OWN = "accepted drafts", "target's own token"
+DRAFTS, COPIES, OWN = "accepted drafts", "accepted copies", "target's own token"
 NUM_BINS = 5
 
 
@@ -20,7 +20,9 @@ def tokens_per_round(rounds: Sequence[RoundRecord]) -> pd.DataFrame:  # columns 
     rows = []
     for number, record in enumerate(rounds, start=1):
         accepted = min(record.num_accepted, record.num_committed)
-        rows += [(number, accepted, DRAFTS), (number, record.num_committed - accepted, OWN)]
+        drawn = min(accepted, record.num_drawn)
+        counts = {DRAFTS: drawn, COPIES: accepted - drawn, OWN: record.num_committed - accepted}
+        rows += [(number, count, origin) for origin, count in counts.items()]
     return pd.DataFrame(rows, columns=["round", "tokens", "origin"])
 
 
@@ -28,7 +30,7 @@ def confidence_outcomes(rounds: Sequence[RoundRecord]) -> pd.DataFrame:
     """Number of drafts of each confidence that the target accepted; only drafts that it judged count."""
     counts = {(low, outcome): 0 for low in range(NUM_BINS) for outcome in (ACCEPTED, REJECTED)}
     for record in rounds:
-        for slot, confidence in enumerate(record.confidence[: record.verify_length]):
+        for slot, confidence in enumerate(record.confidence[: record.num_drawn]):
             outcome = draft_outcome(record, slot)
             if outcome == UNJUDGED:
                 continue

@@ -10,8 +10,8 @@ from ..evaluation.compare import first_difference
 from .settings import RunSettings
 
 
-ACCEPTED, CORRECTION, BONUS, PLAIN = "accepted", "correction", "bonus", "plain"
-ORIGINS = (ACCEPTED, CORRECTION, BONUS, PLAIN)
+ACCEPTED, COPIED, CORRECTION, BONUS, PLAIN = "accepted", "copied", "correction", "bonus", "plain"
+ORIGINS = (ACCEPTED, COPIED, CORRECTION, BONUS, PLAIN)
 REJECTED, UNJUDGED = "rejected", "not reached"
 
 
@@ -19,8 +19,8 @@ REJECTED, UNJUDGED = "rejected", "not reached"
 class Token:
     """One token of a text and where it came from.
 
-    `origin`: one of `ORIGINS`: an accepted draft, the target's correction of a rejected draft, the target's bonus
-    after a block accepted whole, or a step of the target alone.
+    `origin`: one of `ORIGINS`: an accepted draft of the block, an accepted copy from the text, the target's correction
+    of a rejected draft, the target's bonus after drafts accepted whole, or a step of the target alone.
     """
 
     token_id: int
@@ -110,9 +110,10 @@ def tokens_of_round(
         return tuple(Token(token_id, text) for token_id, text in zip(token_ids, texts, strict=True))
     tokens = []
     for slot, (token_id, text) in enumerate(zip(token_ids, texts, strict=True)):
-        confidence = record.confidence[slot] if slot < min(record.verify_length, len(record.confidence)) else None
+        confidence = record.confidence[slot] if slot < min(record.num_drawn, len(record.confidence)) else None
         if slot < record.num_accepted:
-            tokens.append(Token(token_id, text, ACCEPTED, slot, confidence, round_index))
+            origin = ACCEPTED if slot < record.num_drawn else COPIED
+            tokens.append(Token(token_id, text, origin, slot, confidence, round_index))
         elif slot < record.verify_length:
             tokens.append(Token(token_id, text, CORRECTION, slot, confidence, round_index))
         else:

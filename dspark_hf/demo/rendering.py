@@ -6,19 +6,21 @@ from __future__ import annotations
 from html import escape
 
 from ..common.records import AcceptanceStats, RoundRecord
-from .records import ACCEPTED, BONUS, CORRECTION, PLAIN, REJECTED, UNJUDGED, Progress, Side, Token, draft_outcome
+from .records import ACCEPTED, BONUS, COPIED, CORRECTION, PLAIN, REJECTED, UNJUDGED, Progress, Side, Token, draft_outcome
 
 
 ORIGIN_NAMES = {
     ACCEPTED: "accepted draft",
+    COPIED: "accepted copy",
     CORRECTION: "target's correction",
     BONUS: "target's bonus",
     PLAIN: "target alone",
 }
 ORIGIN_HELP = {
     ACCEPTED: "proposed by the draft, kept by the target",
+    COPIED: "copied from earlier in the text, kept by the target",
     CORRECTION: "written by the target in place of a rejected draft",
-    BONUS: "added by the target after a block that was accepted whole",
+    BONUS: "added by the target after drafts that were accepted whole",
     PLAIN: "a step without drafts, or the first token",
 }
 PHASE_SENTENCES = {
@@ -174,9 +176,12 @@ def _round_row(index: int, record: RoundRecord, texts: dict[int, str]) -> str:
     drafts = []
     for slot, token_id in enumerate(record.token_ids):
         fate = draft_outcome(record, slot)
-        confidence = f" {_percent(record.confidence[slot])}" if slot < len(record.confidence) else ""
+        is_drawn = slot < record.num_drawn
+        confidence = f" {_percent(record.confidence[slot])}" if is_drawn and slot < len(record.confidence) else ""
+        source = "block" if is_drawn else "copy"
         drafts.append(
-            f'<span class="ds-draft" data-fate="{fate}"><span title="{fate}">{OUTCOME_MARKS[fate]}</span> '
+            f'<span class="ds-draft" data-fate="{fate}" data-source="{source}">'
+            f'<span title="{fate}">{OUTCOME_MARKS[fate]}</span> '
             f"<code>{_visible(texts, token_id)}</code>{confidence}</span>"
         )
     own = f"<code>{_visible(texts, record.bonus_token)}</code>" if record.bonus_token is not None else MISSING
@@ -230,7 +235,8 @@ def _speedup_title(progress: Progress | None) -> str:
 def _round_cards(stats: AcceptanceStats) -> list[str]:
     """Figures of the rounds so far; names only before the first."""
     length = verified = rate = MISSING
-    notes = ["tokens per round", "that the target had to check", "of the drafts sent"]
+    copied = MISSING
+    notes = ["tokens per round", "that the target had to check", "of the drafts sent", "from earlier in the text"]
     if stats.num_rounds:
         length, verified = f"{stats.accepted_length:.2f}", str(stats.num_verified)
         notes[:2] = [
@@ -240,10 +246,13 @@ def _round_cards(stats: AcceptanceStats) -> list[str]:
     if stats.num_drafted:
         rate = _percent(stats.acceptance_rate)
         notes[2] = f"{sum(record.num_accepted for record in stats.rounds)} of {stats.num_drafted} drafts sent"
+        copied = str(stats.num_copied_accepted)
+        notes[3] = f"accepted, of {stats.num_copied} copied from the text"
     return [
         _card("accepted-length", "Accepted length", length, notes[0]),
         _card("verified", "Verified tokens", verified, notes[1]),
         _card("acceptance-rate", "Drafts accepted", rate, notes[2]),
+        _card("copied", "Copied tokens", copied, notes[3]),
     ]
 
 

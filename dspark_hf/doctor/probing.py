@@ -79,7 +79,7 @@ def collect(
     raw = pair.raw if change.raw is None else change.raw
     with changed(pair.draft, change.fields):
         length = max(max_new_tokens, pair.config.num_draft_slots + 2)
-        return collect_full_blocks(pair.target, pair.draft, tokenizer, prompts, length, raw=raw)
+        return list(collect_full_blocks(pair.target, pair.draft, tokenizer, prompts, length, raw=raw).rounds)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from ..common.prompts import Prompt
 from ..common.records import RoundRecord
-from ..evaluation.compare import PromptComparison, compare, summarize
+from ..decoding.criterion import resolve_options
+from ..evaluation.compare import PromptComparison, compare, summarize, without_copies_summary
 from ..profiling.automatic import profile_for
 from ..profiling.profile import RoundTimeProfile, measure_profile
 from ..scheduling.curve import SPSCurve
@@ -50,6 +51,8 @@ class Gain:
     break_even_tokens: float | None = None
     load_limit: int | None = None
     load_tried: int | None = None  # most requests that were looked at
+    by_source: dict[str, tuple[int, float]] | None = None  # source of drafts -> its rounds, and tokens per round
+    speedup_without_copies: float | None = None  # None where nothing is copied anyway
 
 
 def measure_gain(
@@ -62,7 +65,13 @@ def measure_gain(
     """Run prompts with and without the draft, in turns, and time rounds."""
     on_progress("Generating with and without the draft")
     results = compare(
-        pair.target, pair.draft, pair.prompting_tokenizer, prompts, max_new_tokens=max_new_tokens, raw=pair.raw
+        pair.target,
+        pair.draft,
+        pair.prompting_tokenizer,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        raw=pair.raw,
+        without_copies=resolve_options(pair.config, pair.draft.generation_config).copies is not None,
     )
     on_progress("Timing rounds")
     profile = _profile(pair)
@@ -85,6 +94,7 @@ def gain_from(results: Sequence[PromptComparison], load: tuple[int, int] | None 
     pooled = summarize(results)
     speedups = [result.dspark.tokens_per_s / result.plain.tokens_per_s for result in results]
     plain_s, dspark_s = token_seconds(results)
+    without = without_copies_summary(results)
     return Gain(
         speedup=pooled.speedup,
         lowest=min(speedups),
@@ -98,6 +108,8 @@ def gain_from(results: Sequence[PromptComparison], load: tuple[int, int] | None 
         break_even_tokens=break_even_tokens(first_draft_s(results), plain_s, dspark_s),
         load_limit=load[0] if load is not None else None,
         load_tried=load[1] if load is not None else None,
+        by_source=pooled.by_source,
+        speedup_without_copies=without.speedup if without is not None else None,
     )
 
 
@@ -188,6 +200,7 @@ def gain_sentences(gain: Gain) -> list[str]:
         f"Expect {gain.speedup:.2f} times the speed of plain generation for one request on this machine{spread}; "
         f"measured on {gain.num_tokens} tokens."
     ]
+    sentences += _source_sentences(gain)
     if gain.break_even_tokens is None:
         sentences.append("It does not pay for answers of any length.")
     else:
@@ -203,4 +216,15 @@ def gain_sentences(gain: Gain) -> list[str]:
             "that batches them. That is a rough figure: round times were measured with one request"
             + (", and say nothing about more." if all_tried else ".")
         )
+    return sentences
+
+
+def _source_sentences(gain: Gain) -> list[str]:
+    """What blocks and copies bring."""
+    sources = gain.by_source or {}
+    names = {"block": "a block of the draft", "copy": "a copy from the text", "both": "a block that a copy continues"}
+    parts = [f"{name} {sources[key][1]:.2f} ({sources[key][0]} rounds)" for key, name in names.items() if key in sources]
+    sentences = [f"Tokens of a round by the source of its drafts: {', '.join(parts)}."] if parts else []
+    if gain.speedup_without_copies is not None:
+        sentences.append(f"Without copies it would be {gain.speedup_without_copies:.2f} times.")
     return sentences

@@ -9,6 +9,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from ..common.versions import library_versions
 from ..drafts.configuration_dspark import DSparkConfig
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..scheduling.calibration import CalibrationReport, acceptance_prior, calibration_report
+from ..scheduling.copying import measure_copy_prior
 from ..scheduling.observations import ConfidenceObservations
 
 
 CONFIG_FILE = "config.json"
-CALIBRATION_FIELDS = ("confidence_temperatures", "acceptance_prior", "calibration_info")
+CALIBRATION_FIELDS = ("confidence_temperatures", "acceptance_prior", "copy_prior", "calibration_info")
 SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -44,7 +46,7 @@ def calibrate(
 ) -> CalibrationReport:
     """Fit the confidence temperatures of a draft, judge them on other prompts, and set them on `draft.config`.
 
-    Sets `confidence_temperatures`, `acceptance_prior` and `calibration_info`. Nothing is written to disk (see
+    Sets `confidence_temperatures`, `acceptance_prior`, `copy_prior` and `calibration_info`. Nothing is written to disk (see
     [`save_calibration`]), and nothing is set where an error is raised. The temperatures describe the decoding they
     were fitted with: greedy ones say how often greedy drafts are accepted.
 
@@ -75,11 +77,12 @@ def calibrate(
     slots, how = draft.config.num_draft_slots, (max_new_tokens, num_answers, raw, generate_arguments, on_progress)
     parts = (fit_prompts, judged_prompts)
     collected = [collect_full_blocks(target, draft, tokenizer, part, *how) for part in parts]
-    fitted, check = (ConfidenceObservations.from_rounds(rounds, slots) for rounds in collected)
+    fitted, check = (ConfidenceObservations.from_rounds(own.rounds, slots) for own in collected)
     report = calibration_report(fitted, check)
-    everything = ConfidenceObservations.from_rounds([*collected[0], *collected[1]], slots)
+    everything = ConfidenceObservations.from_rounds([record for own in collected for record in own.rounds], slots)
     draft.config.confidence_temperatures = list(report.temperatures)
     draft.config.acceptance_prior = list(acceptance_prior(everything))
+    draft.config.copy_prior = [round(rate, 4) for rate in measure_copy_prior(t for own in collected for t in own.texts)]
     draft.config.calibration_info = {
         "prompts": prompts_name,
         "num_prompts": len(fit_prompts) + len(judged_prompts),
@@ -99,6 +102,14 @@ def _circumstances(draft: DSparkDraftModel, generate_arguments: dict[str, Any]) 
     }
 
 
+@dataclass(frozen=True)
+class CollectedAnswers:
+    """Answers with every slot of every block sent."""
+
+    rounds: tuple[RoundRecord, ...]  # in order
+    texts: tuple[tuple[tuple[int, ...], int], ...]  # tokens of prompt and answer, and how many are the prompt
+
+
 def collect_full_blocks(
     target: PreTrainedModel,
     draft: DSparkDraftModel,
@@ -109,7 +120,7 @@ def collect_full_blocks(
     raw: bool = False,
     generate_arguments: dict[str, Any] | None = None,
     on_progress: Callable[[], None] | None = None,  # called after each answer
-) -> list[RoundRecord]:
+) -> CollectedAnswers:
     """Answer prompts with every slot of every block sent, and the confidences as the head says them.
 
     The rounds of several calls may be joined, greedy and sampled ones for example, and fitted to together with
@@ -118,14 +129,16 @@ def collect_full_blocks(
     arguments = {"do_sample": False, **(generate_arguments or {}), "max_new_tokens": max_new_tokens}
     _check_numbers(draft.config, max_new_tokens, num_answers, arguments["do_sample"])
     encoded = [encode_prompt(tokenizer, prompt.text, raw) for prompt in prompts]
+    texts = []
     with _full_blocks(draft), collect_rounds() as stats:
         for inputs in encoded:
             inputs = {name: value.to(target.device) for name, value in inputs.items()}
             for _ in range(num_answers):
-                target.generate(**inputs, assistant_model=draft, **arguments)
+                output = target.generate(**inputs, assistant_model=draft, **arguments)
+                texts.append((tuple(output[0].tolist()), inputs["input_ids"].shape[1]))
                 if on_progress is not None:
                     on_progress()
-    return stats.rounds
+    return CollectedAnswers(tuple(stats.rounds), tuple(texts))
 
 
 def num_calibration_answers(

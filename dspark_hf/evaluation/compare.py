@@ -17,6 +17,9 @@ from ..drafts.modeling_dspark import DSparkDraftModel
 from .timed import TimedAnswer, first_difference, timed_generate, totals
 
 
+PLAIN, DSPARK, WITHOUT_COPIES = "plain", "dspark", "without copies"
+
+
 @dataclass(frozen=True)
 class PromptComparison:
     """Plain and DSpark generation for one prompt.
@@ -27,12 +30,14 @@ class PromptComparison:
         dspark (`TimedAnswer`): With it.
         top2_gap (`float`, *optional*):
             Where two greedy texts differ, the target's logit gap between its two best tokens at the first difference.
+        without_copies (`TimedAnswer`, *optional*): With the draft, and nothing copied from the text.
     """
 
     prompt: Prompt
     plain: TimedAnswer
     dspark: TimedAnswer
     top2_gap: float | None = None
+    without_copies: TimedAnswer | None = None
 
     @property
     def identical(self) -> bool:
@@ -59,6 +64,7 @@ class ComparisonSummary:
         verify_length (`float`): Drafts sent to verification per round.
         verified_per_token (`float`): Tokens the target's verification passes carried, per token committed.
         acceptance_rate (`float`): Accepted drafts over drafts sent, in [0, 1].
+        by_source (`dict[str, tuple[int, float]]`): Source of drafts -> its rounds, and tokens per round.
     """
 
     name: str
@@ -70,6 +76,7 @@ class ComparisonSummary:
     verify_length: float
     verified_per_token: float
     acceptance_rate: float
+    by_source: dict[str, tuple[int, float]]
 
     @property
     def speedup(self) -> float:
@@ -87,11 +94,12 @@ def compare(
     raw: bool = False,
     generate_arguments: dict[str, Any] | None = None,
     on_progress: Callable[[], None] | None = None,
+    without_copies: bool = False,
 ) -> list[PromptComparison]:
     """Run every prompt with and without the draft.
 
-    The two alternate, and the one that goes first changes from prompt to prompt, so that a machine that slows down
-    does not favour either. A few tokens are generated beforehand to warm both up.
+    The ways alternate, and the one that goes first changes from prompt to prompt, so that a machine that slows down
+    does not favour any. A few tokens are generated beforehand to warm them up.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
@@ -103,6 +111,7 @@ def compare(
         raw (`bool`, *optional*, defaults to `False`): Omit the chat template.
         generate_arguments (`dict[str, Any]`, *optional*): Further arguments of `generate`; greedy without any.
         on_progress (`Callable`, *optional*): Called after each `generate` call that counts.
+        without_copies (`bool`, *optional*, defaults to `False`): Whether to run the draft without copies as well.
 
     Returns:
         `list[PromptComparison]`, in the order of `prompts`.
@@ -115,18 +124,19 @@ def compare(
             raise ValueError(f"`{name}` must be >= 1, got {value}.")
     arguments = {"do_sample": False, **(generate_arguments or {}), "max_new_tokens": max_new_tokens}
     inputs = [encode_prompt(tokenizer, prompt.text, raw) for prompt in prompts]
-    for assistant in (None, draft):
-        _generate(target, assistant, inputs[0], {**arguments, "max_new_tokens": min(8, max_new_tokens)})
+    ways = [PLAIN, DSPARK, *([WITHOUT_COPIES] if without_copies else [])]
+    for way in ways:
+        _generate(target, draft, way, inputs[0], {**arguments, "max_new_tokens": min(8, max_new_tokens)})
     results = []
     for index, (prompt, prompt_inputs) in enumerate(zip(prompts, inputs, strict=True)):
-        runs: dict[bool, list[TimedAnswer]] = {False: [], True: []}
+        runs: dict[str, list[TimedAnswer]] = {way: [] for way in ways}
         for repeat in range(repeats):
-            order = (False, True) if (index + repeat) % 2 == 0 else (True, False)
-            for with_draft in order:
-                runs[with_draft].append(_generate(target, draft if with_draft else None, prompt_inputs, arguments))
+            first = (index + repeat) % len(ways)
+            for way in ways[first:] + ways[:first]:
+                runs[way].append(_generate(target, draft, way, prompt_inputs, arguments))
                 if on_progress is not None:
                     on_progress()
-        results.append(_judge(target, prompt, prompt_inputs, _median(runs[False]), _median(runs[True]), arguments))
+        results.append(_judge(target, prompt, prompt_inputs, {way: _median(own) for way, own in runs.items()}, arguments))
     return results
 
 
@@ -151,17 +161,36 @@ def summarize(results: Sequence[PromptComparison], name: str = "all") -> Compari
         verify_length=dspark.stats.mean_verify_length,
         verified_per_token=dspark.stats.verified_per_token,
         acceptance_rate=dspark.stats.acceptance_rate,
+        by_source={
+            source: (own.num_rounds, own.accepted_length) for source, own in sorted(dspark.stats.by_source().items())
+        },
     )
+
+
+def without_copies_summary(results: Sequence[PromptComparison]) -> ComparisonSummary | None:
+    """Pool the runs without copies; `None` if there were none.
+
+    Args:
+        results (`Sequence[PromptComparison]`): From [`compare`].
+
+    Returns:
+        [`ComparisonSummary`] or `None`
+    """
+    replaced = [replace(own, dspark=own.without_copies) for own in results if own.without_copies is not None]
+    return summarize(replaced, "without copies") if replaced else None
 
 
 def _generate(
     target: PreTrainedModel,
-    draft: DSparkDraftModel | None,
+    draft: DSparkDraftModel,
+    way: str,
     inputs: dict[str, torch.Tensor],
     arguments: dict[str, Any],
 ) -> TimedAnswer:
-    assistant = {"assistant_model": draft} if draft is not None else {}
-    return timed_generate(target, inputs, assistant | arguments)
+    how: dict[str, Any] = {"assistant_model": draft} if way != PLAIN else {}
+    if way == WITHOUT_COPIES:
+        how["prompt_lookup_num_tokens"] = 0
+    return timed_generate(target, inputs, how | arguments)
 
 
 def _median(runs: list[TimedAnswer]) -> TimedAnswer:
@@ -172,10 +201,10 @@ def _judge(
     target: PreTrainedModel,
     prompt: Prompt,
     inputs: dict[str, torch.Tensor],
-    plain: TimedAnswer,
-    dspark: TimedAnswer,
+    answers: dict[str, TimedAnswer],
     arguments: dict[str, Any],
 ) -> PromptComparison:
+    plain, dspark = answers[PLAIN], answers[DSPARK]
     index = first_difference(plain.token_ids, dspark.token_ids)
     gap = None
     if index is not None and not arguments["do_sample"]:
@@ -183,4 +212,4 @@ def _judge(
         with torch.no_grad():
             best = target(shared.to(target.device)).logits[0, -1].float().topk(2).values
         gap = float(best[0] - best[1])
-    return PromptComparison(prompt, plain, dspark, gap)
+    return PromptComparison(prompt, plain, dspark, gap, answers.get(WITHOUT_COPIES))

@@ -85,7 +85,8 @@ def totals(answers: Iterable[TimedAnswer]) -> Totals:
 def timed_generate(target: PreTrainedModel, inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> TimedAnswer:
     """Generate and time one answer, by whatever drafter the arguments name."""
     inputs = {name: value.to(target.device) for name, value in inputs.items()}
-    with collect_rounds() as stats, Observer(target) as seen:
+    is_copied = bool(arguments.get("prompt_lookup_num_tokens")) and arguments.get("assistant_model") is None
+    with collect_rounds() as stats, Observer(target, is_copied) as seen:
         target.generate(**inputs, **arguments, streamer=seen)
     return TimedAnswer(seen.seconds, tuple(seen.blocks), tuple(seen.times_s), tuple(stats.rounds or seen.rounds))
 
@@ -105,8 +106,8 @@ class Observer(BaseStreamer):
     as the call's `streamer`.
     """
 
-    def __init__(self, target: PreTrainedModel):
-        self._target = target
+    def __init__(self, target: PreTrainedModel, is_copied: bool = False):  # whether drafts are copied from the text
+        self._target, self._is_copied = target, is_copied
         self._inputs: list[torch.Tensor] = []
         self._has_prompt = False
         self._start = 0.0
@@ -137,14 +138,17 @@ class Observer(BaseStreamer):
     @property
     def rounds(self) -> list[RoundRecord]:
         """The rounds, see [`observed_rounds`]."""
-        return observed_rounds([ids[0].tolist() for ids in self._inputs], self.blocks, self.times_s)
+        return observed_rounds([ids[0].tolist() for ids in self._inputs], self.blocks, self.times_s, self._is_copied)
 
     def _see_input(self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._inputs.append(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
 
 
 def observed_rounds(
-    inputs: Sequence[Sequence[int]], blocks: Sequence[Sequence[int]], times_s: Sequence[float]
+    inputs: Sequence[Sequence[int]],
+    blocks: Sequence[Sequence[int]],
+    times_s: Sequence[float],
+    is_copied: bool = False,  # whether drafts are copied from the text
 ) -> list[RoundRecord]:
     """Put rounds together from what the target was given and what came out.
 
@@ -171,7 +175,8 @@ def observed_rounds(
                 bonus_token=block[accepted] if accepted < len(block) else None,
                 num_committed=len(block),
                 round_s=times_s[number] - times_s[number - 1],
-                drafted=bool(drafts),
+                drafted=bool(drafts) and not is_copied,
+                num_copied=len(drafts) if is_copied else 0,
             )
         )
     return records

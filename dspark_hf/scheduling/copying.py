@@ -9,7 +9,7 @@ it was copied, drafted or neither. Legend: n new tokens, k copied ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -22,6 +22,27 @@ MATCH_LENGTHS = (1, 2, 3, 4, 5, 8, 16)
 COPY_PRIOR = (0.2, 0.5, 0.6, 0.65, 0.75, 0.85, 0.95)
 MOST_COPIES = 16  # tokens copied in a round, unless the user says another number
 _CLASS_OF_LENGTH = np.searchsorted(MATCH_LENGTHS, np.arange(MATCH_LENGTHS[-1] + 1), side="right") - 1
+
+
+def measure_copy_prior(
+    texts: Iterable[tuple[Sequence[int], int]],  # tokens of a text, and how many of them are the prompt
+) -> tuple[float, ...]:  # in [0, 1], one for each class
+    """How often the token after an earlier occurrence came again, at every place of the answers.
+
+    Each rate is shrunk towards that of `COPY_PRIOR`, with the weight of a few observations.
+    """
+    accepted, reached = np.zeros((2, len(MATCH_LENGTHS)))
+    for token_ids, num_prompt_tokens in texts:
+        text = TextIndex(token_ids[:num_prompt_tokens])
+        for token_id in token_ids[num_prompt_tokens:]:
+            match = text.longest_match()
+            if match.length:
+                own = _CLASS_OF_LENGTH[min(match.length, MATCH_LENGTHS[-1])]
+                reached[own] += 1
+                accepted[own] += text.continuation(match, 1)[0] == token_id
+            text.extend([token_id])
+    weight = CopySource.PRIOR_TOKENS
+    return tuple(((accepted + weight * np.asarray(COPY_PRIOR)) / (reached + weight)).tolist())
 
 
 class CopySource:

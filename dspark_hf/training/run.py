@@ -237,7 +237,7 @@ def _earlier_draft(
     if draft.lm_head is not None:
         draft.lm_head.requires_grad_(arguments.train_lm_head)
     # Measured on the earlier draft, and no longer true of this one.
-    for name in ("confidence_temperatures", "acceptance_prior", "calibration_info"):
+    for name in ("confidence_temperatures", "acceptance_prior", "copy_prior", "calibration_info"):
         setattr(draft.config, name, None)
     return draft
 
@@ -295,7 +295,7 @@ def _check_same_run(checkpoint: Path, config: DSparkConfig) -> None:
 def _identity(config: DSparkConfig) -> dict[str, Any]:
     """The settings that must not change when a run resumes: the draft and its data."""
     info = config.training_info or {}
-    learned = ("training_info", "confidence_temperatures", "acceptance_prior", "calibration_info")
+    learned = ("training_info", "confidence_temperatures", "acceptance_prior", "copy_prior", "calibration_info")
     of_every_config = {own.name for own in fields(PreTrainedConfig)}
     names = sorted({own.name for own in fields(DSparkConfig)} - of_every_config - {*learned})
     data = ("chat_template_sha256", "enable_thinking", "num_sequences", "num_answer_tokens")

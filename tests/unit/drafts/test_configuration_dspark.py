@@ -224,6 +224,7 @@ def test_nothing_to_read_is_refused(depth, num_taps):
 CALIBRATION = {
     "confidence_temperatures": [1.5, 1.0, 0.5, 2.0],
     "acceptance_prior": [0.75, 0.5, 0.0, 1.0],
+    "copy_prior": [0.25, 0.5, 0.625, 0.75, 0.75, 0.875, 1.0],
     "calibration_info": {"num_rounds": 200, "decoding": "greedy"},
 }
 
@@ -262,6 +263,13 @@ def test_calibration_of_another_draft_or_out_of_range_is_refused(name, values):
     message = f"`{name}` must be a list of 4 numbers, one for each draft slot and each {allowed}, got {values!r}"
     with pytest.raises(ValueError, match=re.escape(message)):
         tiny_config(**{name: values})
+
+
+@pytest.mark.parametrize("values", [[0.5] * 4, [0.5] * 6 + [1.5], [0.5] * 6 + [float("nan")], "high"])
+def test_a_copy_prior_of_other_classes_or_out_of_range_is_refused(values):
+    message = f"`copy_prior` must be a list of 7 numbers, one for each class of match lengths and each in [0, 1], got {values!r}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tiny_config(copy_prior=values)
 
 
 def test_one_value_per_slot_where_slot_0_repeats_the_anchor():

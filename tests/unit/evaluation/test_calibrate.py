@@ -53,9 +53,10 @@ def run(target, draft, prompts=PROMPTS, **arguments):
 
 
 def collect(target, draft, prompts, **arguments):
-    return collect_full_blocks(
+    answers = collect_full_blocks(
         target, draft, character_tokenizer(), prompts, **({"max_new_tokens": LENGTH, "raw": True} | arguments)
     )
+    return answers.rounds
 
 
 def observe(*answers) -> ConfidenceObservations:

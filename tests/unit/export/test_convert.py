@@ -124,6 +124,7 @@ KEPT = {
     "training_info": {"thinking": False, "data": "some"},
     "confidence_temperatures": [1.0, 0.5, 2.0, 1.25],
     "acceptance_prior": [0.9, 0.8, 0.7, 0.6],
+    "copy_prior": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7],
     "calibration_info": {"rounds": 7},
 }
 
