@@ -2,7 +2,7 @@
 """Every way to choose drafts on the same recorded texts, without the noise of a clock.
 
 Records greedy texts of the default pair, and what the draft proposes at every place of them, and replays each text
-under each policy against a round-time curve, with the history, the correction, the copies and the gate that a call has.
+under each policy against a round-time curve, with the history, correction, copies and gate that a call has.
 A timed benchmark of the same policies (`benchmarks/scheduling.py`) needs hours for differences that a replay shows in
 seconds.
 
@@ -14,8 +14,8 @@ seconds.
     python benchmarks/replay.py --texts texts.jsonl --rows 1 4 16 64 256 --profile round_times.json --plot load.svg
 
 "block only" is the default schedule without copies, "copy only" the same without a draft, "best source" knows what
-will be accepted and takes the source and the number of drafts that are fastest: no policy can do better round by round.
-Recording goes on where it was interrupted.
+will be accepted and takes the source and the number of drafts that are fastest: no policy does better round by
+round. Recording goes on where it was interrupted.
 
 With `--rows` texts run in batches drawn from all files, each until its last row has ended, or with `--waiting` so many
 more texts for each row take the places of those that end. The ratio is then that to the same batches without drafts,
@@ -320,7 +320,10 @@ def main() -> None:
     print(f"verification ms by tokens {times}; drafting {1e3 * curve.draft_s:.1f} ms")
     print({name: f"{len(own)} texts" for name, own in texts.items()}, "\n")
     print("| policy | " + " | ".join(texts) + " | mean |\n|---|" + "---:|" * (len(texts) + 1))
-    runs = {name: lambda text, make=make: replay([text], curve, make()) for name, make in policies(num_slots, setting, curve).items()}
+    runs = {
+        name: lambda text, make=make: replay([text], curve, make())
+        for name, make in policies(num_slots, setting, curve).items()
+    }
     for name, run in (runs | {"best source": lambda text: best_source(text, curve)}).items():
         reports = list(figures(texts, run))
         ratios = [report.tokens_per_s * curve.plain_s for report in reports]

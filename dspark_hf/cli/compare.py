@@ -75,18 +75,14 @@ def compare_command(
     """Plain generation against DSpark: speed, accepted length, and whether the texts are the same."""
     with exit_on_error():
         check_prompting(raw, enable_thinking)
+        cut = (assistant_confidence_threshold, num_assistant_tokens_schedule)
+        knobs = (num_assistant_tokens, *cut, prompt_lookup_num_tokens)
         chosen, sampling = choose_prompts(text, prompts), sampling_arguments(temperature, top_p)
         status = errors if json_output else console
         with status.status("Loading the models (the default target is fetched and converted once)..."):
             model, draft_model, tokenizer = load_pair(target, draft, dtype, device, trust_remote_code)
         tokenizer = prompting_tokenizer(tokenizer, draft_model, enable_thinking, raw)
-        set_knobs(
-            draft_model,
-            num_assistant_tokens,
-            assistant_confidence_threshold,
-            num_assistant_tokens_schedule,
-            prompt_lookup_num_tokens,
-        )
+        set_knobs(draft_model, *knobs)
         copies = resolve_options(draft_model.config, draft_model.generation_config).copies is not None
         torch.manual_seed(seed)
         with progress_bar() as progress:

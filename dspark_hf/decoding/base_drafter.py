@@ -119,19 +119,15 @@ class BaseDrafter(CandidateGenerator):
         """Take in requests after the present ones."""
         raise NotImplementedError
 
-    def propose(self, requests: Sequence[Request], others_wait: bool = False) -> list[DraftProposal]:
+    def propose(
+        self,
+        requests: Sequence[Request],  # [R], all of the call that have not ended; each text ends with its anchor
+        others_wait: bool = False,  # whether other texts take the places of those that end: none holds up the call
+    ) -> list[DraftProposal]:  # [R]
         """Draft after each request's anchor: copy what the text said before, or write a block, as the policy plans it.
 
-        Args:
-            requests (`Sequence[Request]` of length R): All of the call that have not ended; each text ends with its
-                anchor.
-            others_wait (`bool`, *optional*, defaults to `False`):
-                Whether other texts take the places of those that end, so that none of these holds up the call.
-
-        Returns:
-            `list[DraftProposal]`: empty ones where the length limit leaves no room for a draft, where neither pays
-            off, or where the draft's numbers are repeatedly not finite; the context waits then, and is caught up with
-            in one pass.
+        Proposals are empty where the length limit leaves no room for a draft, where neither source pays off, or where
+        the draft's numbers are repeatedly not finite; the context waits then, and is caught up with in one pass.
         """
         tokens_left = None if others_wait else [request.num_left for request in requests]
         histories = histories_of(requests)
@@ -258,7 +254,7 @@ class BaseDrafter(CandidateGenerator):
         return torch.cat([input_ids, proposal.token_ids], dim=1), self._stock_logits(proposal)
 
     def _stock_logits(self, proposal: DraftProposal) -> torch.Tensor | None:  # [1, k, V]
-        """Logits as the stock loop expects them; without any it draws from p and compares, which is right for copies."""
+        """Logits as the stock loop expects them; without any it draws from p and compares, as is right for copies."""
         if proposal.draft_logits is None or proposal.num_copied == proposal.token_ids.shape[1]:
             return None
         if not proposal.num_copied:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts with a DSpark draft: one parallel pass, the sequential chain, and the cut.
 
-Legend: R requests, D of them that draft, C new context tokens of all of them, g block_size, k drafts, m captured layers, d hidden. The
-distribution q of a draft is the one after the mirrored processors.
+Legend: R requests, D of them that draft, C new context tokens of these, g block_size, k drafts, m captured layers, d
+hidden. The distribution q of a draft is the one after the mirrored processors.
 """
 
 from __future__ import annotations

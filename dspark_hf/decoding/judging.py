@@ -150,11 +150,10 @@ def _judge_stepwise(
         rows.append(request.processors(torch.cat([request.input_ids, new_ids], dim=1), logits[:, slot]))
         draft_id, draft_probs, accepted = draft_ids[:, slot : slot + 1], None, False
         if slot < draft_ids.shape[1]:
-            is_drawn = proposal.draft_logits is not None and slot < num_drawn
-            row_q = proposal.draft_logits[:, slot] if is_drawn else None
-            accepted = bool(accept_drafts(draft_id[0], rows[-1], row_q, request.do_sample))
+            q = proposal.draft_logits[:, slot] if proposal.draft_logits is not None and slot < num_drawn else None
+            accepted = bool(accept_drafts(draft_id[0], rows[-1], q, request.do_sample))
             if request.do_sample and not accepted:
-                draft_probs = logits_to_probs(row_q) if is_drawn else one_hot_probs(draft_id[0], rows[-1])
+                draft_probs = logits_to_probs(q) if q is not None else one_hot_probs(draft_id[0], rows[-1])
         token = draft_id if accepted else select_bonus(rows[-1], draft_probs, request.do_sample)[:, None]
         new_ids = torch.cat([new_ids, token], dim=1)
         request.finished = request.stops_after(new_ids, torch.stack(rows, dim=1))

@@ -76,7 +76,7 @@ def draw_token(
 def accept_drafts(
     draft_ids: torch.Tensor,  # [K], drafts
     target_logits: torch.Tensor,  # [K, V], processed logits of the target at the drafts' positions
-    draft_logits: torch.Tensor | None,  # [D, V], processed logits of those that are not copied, in order; None: of none
+    draft_logits: torch.Tensor | None,  # [D, V], processed logits of the drawn drafts, in order; None: none are
     do_sample: bool,
     is_copied: torch.Tensor | None = None,  # [K]; None: all if there are no `draft_logits`, otherwise none
 ) -> torch.Tensor:  # [K]

@@ -6,7 +6,19 @@ from __future__ import annotations
 from html import escape
 
 from ..common.records import AcceptanceStats, RoundRecord
-from .records import ACCEPTED, BONUS, COPIED, CORRECTION, PLAIN, REJECTED, UNJUDGED, Progress, Side, Token, draft_outcome
+from .records import (
+    ACCEPTED,
+    BONUS,
+    COPIED,
+    CORRECTION,
+    PLAIN,
+    REJECTED,
+    UNJUDGED,
+    Progress,
+    Side,
+    Token,
+    draft_outcome,
+)
 
 
 ORIGIN_NAMES = {

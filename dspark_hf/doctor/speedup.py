@@ -223,7 +223,9 @@ def _source_sentences(gain: Gain) -> list[str]:
     """What blocks and copies bring."""
     sources = gain.by_source or {}
     names = {"block": "a block of the draft", "copy": "a copy from the text", "both": "a block that a copy continues"}
-    parts = [f"{name} {sources[key][1]:.2f} ({sources[key][0]} rounds)" for key, name in names.items() if key in sources]
+    parts = [
+        f"{name} {sources[key][1]:.2f} ({sources[key][0]} rounds)" for key, name in names.items() if key in sources
+    ]
     sentences = [f"Tokens of a round by the source of its drafts: {', '.join(parts)}."] if parts else []
     if gain.speedup_without_copies is not None:
         sentences.append(f"Without copies it would be {gain.speedup_without_copies:.2f} times.")

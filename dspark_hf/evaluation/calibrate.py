@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ def calibrate(
 ) -> CalibrationReport:
     """Fit the confidence temperatures of a draft, judge them on other prompts, and set them on `draft.config`.
 
-    Sets `confidence_temperatures`, `acceptance_prior`, `copy_prior` and `calibration_info`. Nothing is written to disk (see
-    [`save_calibration`]), and nothing is set where an error is raised. The temperatures describe the decoding they
-    were fitted with: greedy ones say how often greedy drafts are accepted.
+    Sets `confidence_temperatures`, `acceptance_prior`, `copy_prior` and `calibration_info`. Nothing is written to
+    disk (see [`save_calibration`]), and nothing is set where an error is raised. The temperatures describe the
+    decoding they were fitted with: greedy ones say how often greedy drafts are accepted.
 
     Args:
         target (`PreTrainedModel`): The model that generates.
@@ -75,14 +76,14 @@ def calibrate(
     _check_draft(draft.config)
     fit_prompts, judged_prompts = _split(prompts, check_prompts)
     slots, how = draft.config.num_draft_slots, (max_new_tokens, num_answers, raw, generate_arguments, on_progress)
-    parts = (fit_prompts, judged_prompts)
-    collected = [collect_full_blocks(target, draft, tokenizer, part, *how) for part in parts]
+    collected = [collect_full_blocks(target, draft, tokenizer, part, *how) for part in (fit_prompts, judged_prompts)]
     fitted, check = (ConfidenceObservations.from_rounds(own.rounds, slots) for own in collected)
     report = calibration_report(fitted, check)
-    everything = ConfidenceObservations.from_rounds([record for own in collected for record in own.rounds], slots)
+    rounds, texts = zip(*((own.rounds, own.texts) for own in collected), strict=True)
+    everything = ConfidenceObservations.from_rounds(chain(*rounds), slots)
     draft.config.confidence_temperatures = list(report.temperatures)
     draft.config.acceptance_prior = list(acceptance_prior(everything))
-    draft.config.copy_prior = [round(rate, 4) for rate in measure_copy_prior(t for own in collected for t in own.texts)]
+    draft.config.copy_prior = list(measure_copy_prior(chain(*texts)))
     draft.config.calibration_info = {
         "prompts": prompts_name,
         "num_prompts": len(fit_prompts) + len(judged_prompts),

@@ -136,7 +136,9 @@ def compare(
                 runs[way].append(_generate(target, draft, way, prompt_inputs, arguments))
                 if on_progress is not None:
                     on_progress()
-        results.append(_judge(target, prompt, prompt_inputs, {way: _median(own) for way, own in runs.items()}, arguments))
+        results.append(
+            _judge(target, prompt, prompt_inputs, {way: _median(own) for way, own in runs.items()}, arguments)
+        )
     return results
 
 
@@ -168,14 +170,7 @@ def summarize(results: Sequence[PromptComparison], name: str = "all") -> Compari
 
 
 def without_copies_summary(results: Sequence[PromptComparison]) -> ComparisonSummary | None:
-    """Pool the runs without copies; `None` if there were none.
-
-    Args:
-        results (`Sequence[PromptComparison]`): From [`compare`].
-
-    Returns:
-        [`ComparisonSummary`] or `None`
-    """
+    """Pool the runs without copies; `None` if there were none."""
     replaced = [replace(own, dspark=own.without_copies) for own in results if own.without_copies is not None]
     return summarize(replaced, "without copies") if replaced else None
 

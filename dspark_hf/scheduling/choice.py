@@ -25,7 +25,7 @@ class DraftPlan:
 
     copy_lengths: tuple[int, ...]  # [R], tokens to copy
     drafts_block: tuple[bool, ...]  # [R], whether the draft writes a block
-    # Per request, P(copy k accepted | all before it were), of as many tokens as may be copied; of what was not chosen too.
+    # Per request, P(copy k accepted | all before it were), of as many tokens as may be copied, chosen or not.
     copy_acceptance: tuple[np.ndarray, ...]
 
     @property

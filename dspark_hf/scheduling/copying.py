@@ -3,8 +3,8 @@
 
 How often the token after an earlier occurrence comes again depends on how many tokens before it agree. A copy that was
 right makes the match longer by one, so one number for each length of the match says how far a copy gets:
-P(copy k accepted | all before it were) = acceptance(length + k). Every token of the text teaches these numbers, whether
-it was copied, drafted or neither. Legend: n new tokens, k copied ones.
+P(copy k accepted | all before it were) = acceptance(length + k). Every token of the text teaches these numbers,
+whether it was copied, drafted or neither. Legend: n new tokens, k copied ones.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CopySource:
         """Tokens of the text's ending that agree with its latest earlier occurrence; 0 without one."""
         return self._match.length
 
-    def read(self, new_ids: Sequence[int]) -> None:
+    def read(self, new_ids: Sequence[int] | np.ndarray) -> None:
         """Append tokens to the text, learn from them, and look up its new ending."""
         if self._match.length:
             expected = self.tokens(len(new_ids))

@@ -2,7 +2,7 @@
 """Decides what requests draft, and how many of their drafts are sent: a scheduler with what it has to know.
 
 Lossless under sampling because whether slot k is sent depends only on c_0..c_k and on earlier rounds, never on x_k or
-anything after it (paper section 3.2.2, Appendix A). The source of the drafts depends on earlier rounds and on the text.
+anything after it (paper section 3.2.2, Appendix A). The source of the drafts depends on earlier rounds and the text.
 
 Legend: R requests, g slots per block.
 """
@@ -51,8 +51,8 @@ class CopyOptions:
 
 
 class DraftingPolicy:
-    """Chooses the source of drafts, ends a block at the slot where further drafts no longer pay off, and skips drafting
-    where it does not pay off.
+    """Chooses the source of drafts, ends a block where further drafts no longer pay off, and skips drafting where it
+    does not pay off.
 
     A scheduler decides, on confidences corrected by the acceptance of the rounds so far and on the round times of the
     machine. Each request has its own history, which the caller keeps; the round times are those of the call.
@@ -133,13 +133,17 @@ class DraftingPolicy:
             slots = [0] * len(histories)
         if self._is_unpriced:
             lengths = tuple(len(own) for own in rates)
-            return DraftPlan(lengths, tuple(n > 0 and not k for n, k in zip(slots, lengths, strict=True)), tuple(rates))
+            return DraftPlan(
+                lengths, tuple(n > 0 and not k for n, k in zip(slots, lengths, strict=True)), tuple(rates)
+            )
         survival = [mean_survival(history.blocks.conditional_acceptance) for history in histories]
         blocks = [own[:count] for own, count in zip(survival, slots, strict=True)]
         weights = request_weights(self.curve, _paces(histories), tokens_left)
         return choose(rates, blocks, weights, self.curve)
 
-    def _copy_acceptance(self, history: RequestHistory, limit: int) -> np.ndarray:  # of as many tokens as may be copied
+    def _copy_acceptance(
+        self, history: RequestHistory, limit: int
+    ) -> np.ndarray:  # of as many tokens as may be copied
         source, options = history.copies, self.copies
         if source is None or options is None or limit < 1 or source.match_length < (options.shortest_match or 1):
             return np.zeros(0)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..common.records import AcceptanceStats, RoundRecord
+from .acceptance import AcceptanceHistory
 from .choice import DraftPlan
 from .curve import SPSCurve
 from .policy import DraftingPolicy
@@ -168,18 +169,20 @@ def replay(
         (16, 24, 4.2)
     """
     num_slots = _checked_slots(texts, num_requests)
-    waiting = [_Replayed(text, max_new_tokens, policy and policy.new_history()) for text in texts if text.blocks]
+    new_history = policy.new_history if policy else lambda: RequestHistory(AcceptanceHistory(num_slots))
+    waiting = [_Replayed(text, max_new_tokens, new_history()) for text in texts if text.blocks]
     running, waiting = waiting[:num_requests], waiting[num_requests:]
     stats, seconds = AcceptanceStats(), 0.0
     while running:
         others_wait = bool(waiting) or math.isinf(max_new_tokens)
         tokens_left = None if others_wait else [int(text.num_left) for text in running]
         records = _round(policy, running, tokens_left, num_slots)
-        verify_s = curve.verify(len(running) + sum(record.verify_length for record in records)) + request_s * len(running)
+        num_tokens = len(running) + sum(record.verify_length for record in records)
+        verify_s = curve.verify(num_tokens) + request_s * len(running)
         num_drafting = sum(record.drafted for record in records)
         draft_s = curve.for_requests(num_drafting).draft_s if num_drafting else 0.0
-        share = {"draft_s": draft_s / len(running), "verify_s": verify_s / len(running)}
-        records = [replace(record, **share, round_s=sum(share.values())) for record in records]
+        shares = [part / len(running) for part in (draft_s, verify_s)]
+        records = [replace(own, draft_s=shares[0], verify_s=shares[1], round_s=sum(shares)) for own in records]
         if policy is not None:
             policy.observe([text.history for text in running], records)
         stats.rounds += records
@@ -199,13 +202,13 @@ def full_blocks(records: Iterable[RoundRecord], num_slots: int) -> list[RoundRec
 class _Replayed:
     """A request that is replayed."""
 
-    def __init__(self, text: RecordedText, max_tokens: float, history: RequestHistory | None):
+    def __init__(self, text: RecordedText, max_tokens: float, history: RequestHistory):
         self.text, self.history = text, history
         self.places = [block.place for block in text.blocks]
         self.place = self.start = text.num_prompt_tokens
         self.limit = self.start + max_tokens
         self.end = min(len(text.token_ids), self.limit)
-        if history is not None and history.copies is not None:
+        if history.copies is not None:
             history.copies.read(text.token_ids[: self.place])
 
     @property
@@ -238,7 +241,7 @@ class _Replayed:
         num_accepted = min(num_accepted, int(self.end - self.place) - 1)
         new_ids = self.text.token_ids[self.place : self.place + num_accepted + 1]
         self.place += num_accepted + 1
-        if self.history is not None and self.history.copies is not None:
+        if self.history.copies is not None:
             self.history.copies.read(new_ids)
         return RoundRecord(
             anchor_id,
@@ -258,7 +261,7 @@ def _round(
     """The rounds of all texts, without their seconds."""
     if policy is None:
         return [text.advance(0, (), is_drafted=False) for text in texts]
-    histories = [text.history for text in texts if text.history is not None]
+    histories = [text.history for text in texts]
     most = [int(min(text.num_left - 1, 2**31)) for text in texts]
     plan = policy.plan(histories, most, [min(limit, num_slots) for limit in most], tokens_left)
     lengths = _block_lengths(policy, texts, plan, tokens_left, num_slots)
@@ -295,7 +298,7 @@ def _block_lengths(
         for own, text in zip(confidence, drafting, strict=True):
             own[: len(text.block.confidence)] = torch.tensor(text.block.confidence)
         confidence = confidence * (torch.arange(num_slots) < limits[:, None])
-        histories = [text.history for text in drafting if text.history is not None]
+        histories = [text.history for text in drafting]
         left = [tokens_left[row] for row in rows] if tokens_left is not None else None
         chosen = torch.minimum(policy.verify_lengths(histories, confidence, left, plan), limits)
         for row, length in zip(rows, chosen.tolist(), strict=True):

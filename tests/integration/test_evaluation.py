@@ -400,6 +400,7 @@ def test_the_command_writes_a_report(folder, tmp_path):
         "plain",
         "prompt-lookup",
         "draft",
+        "draft without copies",
         "draft all slots",
         "mtp",
     ]

@@ -545,7 +545,9 @@ def test_the_mix_covers_every_kind_of_round():
     assert sources["both"] >= 8, sources
     assert sources["copy"] >= 400, sources
     copied = [record for record in records if record.num_copied]
-    outcomes = Counter((record.num_accepted > record.num_drawn, record.num_accepted < record.verify_length) for record in copied)
+    outcomes = Counter(
+        (record.num_accepted > record.num_drawn, record.num_accepted < record.verify_length) for record in copied
+    )
     assert min(outcomes[right, wrong] for right, wrong in ((True, False), (True, True), (False, True))) >= 50, outcomes
     assert sum(record.truncated for record in copied) >= 10  # texts that end inside a copy
     cut = sum(len(record.confidence) > record.verify_length > 0 for record in records)

@@ -68,8 +68,8 @@ def check_cached_rounds(folder: Path, target: PreTrainedModel, draft: DSparkDraf
     """Every round of a decoding equals the same block without any cache; returns how many there were."""
     right, rounds = DSparkCandidateGenerator._parallel_stage, []
 
-    def spy(self, requests):
-        rounds.append(right(self, requests))
+    def spy(self, *args):
+        rounds.append(right(self, *args))
         return rounds[-1]
 
     case = json.loads((folder / "decoding.json").read_text())["cases"][0]
@@ -106,6 +106,7 @@ def check_decoding(case: dict[str, Any], target: PreTrainedModel, draft: DSparkD
             eos_token_id=stops,
             assistant_model=draft,
             assistant_confidence_threshold=case.get("threshold", 0.0),
+            prompt_lookup_num_tokens=0,
         )
     assert output[0].tolist() == case["output"] == case["plain_greedy"][: len(case["output"])]
     room, compared, shortened = case["max_new_tokens"] - 1, 0, 0  # the prefill makes the first token

@@ -177,7 +177,11 @@ def test_cached_rounds(attention, monkeypatch):
         patch.setattr(Eagle3CandidateGenerator, "_draft_chain", spy)
         patch.setattr(Eagle3DraftModel, "draft_logits", spy_logits)
         output = target.generate(
-            torch.tensor([case["prompt"]]), do_sample=False, max_new_tokens=40, assistant_model=draft
+            torch.tensor([case["prompt"]]),
+            do_sample=False,
+            max_new_tokens=40,
+            assistant_model=draft,
+            prompt_lookup_num_tokens=0,
         )
     assert output[0].tolist() == case["output"]
     drafted = [record for record in stats.rounds if record.drafted]

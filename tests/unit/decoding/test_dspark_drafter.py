@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drafting half of a round; that its logits are the ones sampled from is tested in tests/losslessness."""
 
-
 import numpy as np
 import pytest
 import torch

@@ -110,7 +110,7 @@ def test_a_hopeless_draft_is_reported_although_it_is_soon_left_alone(monkeypatch
     library_logging.warning_once.cache_clear()
     target, draft = tiny_target(), random_draft(seed=6)
     draft.generation_config.prompt_lookup_num_tokens = 0
-    for _ in range(8):
+    for _ in range(16):
         with collect_rounds() as stats:
             target.generate(random_prompt(5), do_sample=False, max_new_tokens=40, assistant_model=draft)
         assert sum(not record.drafted for record in stats.rounds) > 20
@@ -125,7 +125,7 @@ def test_calls_with_another_target_are_no_evidence(monkeypatch):
     found = messages(monkeypatch)
     target, other = tiny_target(), tiny_target(seed=5)
     draft = oracle_draft(target)
-    for _ in range(8):
+    for _ in range(16):
         other.generate(random_prompt(5), do_sample=False, max_new_tokens=HOPELESS_ROUNDS - 4, assistant_model=draft)
         if found:
             break

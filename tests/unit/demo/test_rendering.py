@@ -114,6 +114,7 @@ def test_figures_are_those_of_the_statistics():
         "accepted-length": f"Accepted length{stats.accepted_length:.2f}tokens per round, 3 rounds",
         "verified": f"Verified tokens{stats.num_verified}{stats.verified_per_token:.2f} per token written",
         "acceptance-rate": "Drafts accepted60 %3 of 5 drafts sent",
+        "copied": "Copied tokens0accepted, of 0 copied from the text",
     }
     assert (stats.accepted_length, stats.num_verified) == (2.0, 8)
 
@@ -198,5 +199,5 @@ def test_the_table_of_rounds_shows_the_fate_of_every_draft():
 
 def test_the_legend_explains_every_mark():
     assert [text for _, _, text in elements(rendering.legend(), "ds-tok")] == [
-        "accepted draft", "target's correction", "target's bonus", "target alone",
+        "accepted draft", "accepted copy", "target's correction", "target's bonus", "target alone",
     ]  # fmt: skip

@@ -150,7 +150,7 @@ def test_nothing_changes_where_the_work_breaks_off(target, draft):
     with pytest.raises(KeyboardInterrupt):
         run(target, draft, on_progress=stop)
     assert draft.generation_config is knobs
-    assert fields_of(draft.config) == dict(zip(FIELDS, ([1.5, 1.0, 1.0, 1.0], None, None), strict=True))
+    assert fields_of(draft.config) == dict(zip(FIELDS, ([1.5, 1.0, 1.0, 1.0], None, None, None), strict=True))
 
 
 def test_too_few_rounds_change_nothing(target, draft):
@@ -227,6 +227,7 @@ def stored(target, draft, tmp_path):
     loaded = DSparkDraftModel.from_pretrained(tmp_path / "draft", dtype=torch.bfloat16)
     loaded.config.confidence_temperatures = [0.5, 2.0, 1.0, 4.0]
     loaded.config.acceptance_prior = [0.5, 0.25, 0.0, 1.0]
+    loaded.config.copy_prior = [0.25, 0.5, 0.5, 0.75, 0.75, 0.75, 1.0]
     loaded.config.calibration_info = {"num_rounds": 100}
     return loaded
 

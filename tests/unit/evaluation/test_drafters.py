@@ -80,7 +80,7 @@ def test_drafters_of_the_command_line(text, expected):
         ("mtp:folder", "loads no model, got 'folder'"),
         ("=draft:d", "name must not be empty"),
         ("draft:d,temperature=1", r"of the kind draft are num_assistant_tokens, .*, got 'temperature=1'"),
-        ("draft:d,prompt_lookup_num_tokens=1", "of the kind draft are num_assistant_tokens"),
+        ("assistant:d,prompt_lookup_num_tokens=1", "of the kind assistant are num_assistant_tokens"),
         ("prompt-lookup,num_assistant_tokens=1", "are prompt_lookup_num_tokens, max_matching_ngram_size, got"),
         ("mtp,num_assistant_tokens=1", "of the kind mtp are none, got"),
         ("draft:d,num_assistant_tokens=many", "takes int, got 'many'"),
@@ -92,19 +92,24 @@ def test_drafters_that_cannot_be(text, message):
 
 
 def test_defaults_are_each_draft_with_its_schedule_and_with_every_slot():
-    assert [drafter.name for drafter in default_drafters([])] == ["prompt-lookup", "dspark", "dspark all slots"]
+    names = ["prompt-lookup", "dspark", "dspark without copies", "dspark all slots"]
+    assert [drafter.name for drafter in default_drafters([])] == names
     named = default_drafters(["x/one", "y/two"])
-    assert [drafter.name for drafter in named[1:]] == ["one", "one all slots", "two", "two all slots"]
-    assert (named[2].name, named[2].path) == ("one all slots", "x/one")
+    ends = ("", " without copies", " all slots")
+    assert [drafter.name for drafter in named[1:]] == [name + end for name in ("one", "two") for end in ends]
+    assert (named[3].name, named[3].path) == ("one all slots", "x/one")
 
 
 def test_all_slots_are_sent_whatever_was_saved_with_the_draft(target, tmp_path):
     draft = random_draft()
     draft.generation_config.assistant_confidence_threshold = 0.5
     draft.generation_config.num_assistant_tokens = 2
+    draft.generation_config.prompt_lookup_num_tokens = 7
     draft.save_pretrained(tmp_path / "cut")
     rows = default_drafters([str(tmp_path / "cut")])[1:]
-    own, every = load_drafters(rows, target, character_tokenizer())
+    own, without, every = load_drafters(rows, target, character_tokenizer())
+    assert [loaded.knobs.prompt_lookup_num_tokens for loaded in (own, without, every)] == [7, 0, 0]
+    assert without.knobs.assistant_confidence_threshold == 0.5
     assert (own.knobs.assistant_confidence_threshold, own.knobs.num_assistant_tokens) == (0.5, 2)
     assert (every.knobs.assistant_confidence_threshold, every.knobs.num_assistant_tokens) == (None, None)
     assert [own.sends_every_slot, every.sends_every_slot] == [False, True]

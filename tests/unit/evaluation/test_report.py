@@ -141,7 +141,11 @@ def test_the_page_needs_nothing_else(evaluation):
     for part in ("the target's own token included", "whole answers", "bfloat16", "code 11", "Threshold sweep"):
         assert part in texts
     assert "may part where two tokens" in texts
-    assert {"Evaluation of a/target", "a/draft", "num_assistant_tokens_schedule=constant "} <= set(page.texts)
+    assert {
+        "Evaluation of a/target",
+        "a/draft",
+        "num_assistant_tokens_schedule=constant prompt_lookup_num_tokens=0 ",
+    } <= set(page.texts)
     assert "None" not in " ".join(page.texts[: page.texts.index("Figures")])  # knobs that are unset
 
 

@@ -13,9 +13,9 @@ import torch
 from dspark_hf import RoundRecord
 from dspark_hf.scheduling import RoundOutlook, SPSCurve
 from dspark_hf.scheduling.acceptance import AcceptanceHistory
-from dspark_hf.scheduling.request_history import RequestHistory
 from dspark_hf.scheduling.gate import DraftingGate, DraftingPause, best_fixed_length
 from dspark_hf.scheduling.live_curve import LiveRoundTimes
+from dspark_hf.scheduling.request_history import RequestHistory
 from tests.support.closeness import assert_close
 
 

@@ -257,7 +257,8 @@ def repeating(num_right: int) -> RecordedText:
     """
     prompt, answer = (5, 6, 7, 8, 9, 5, 6), (7, 8, 9, 5, 6)[:num_right] + tuple(range(20, 28 - num_right))
     blocks = [
-        RecordedBlock(len(prompt) + place, (7, 3), (0.99, 0.01), int(answer[place] == 7)) for place in range(len(answer))
+        RecordedBlock(len(prompt) + place, (7, 3), (0.99, 0.01), int(answer[place] == 7))
+        for place in range(len(answer))
     ]
     return RecordedText(prompt + answer, len(prompt), tuple(blocks))
 
