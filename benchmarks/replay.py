@@ -180,15 +180,15 @@ def load(path: Path) -> tuple[Texts, dict]:
 
 
 def misleading(text: RecordedText) -> RecordedText:
-    """A prompt that holds every ending of the text, of one to six tokens, followed by another token than the text's.
+    """A prompt that holds every ending of the text, of up to eight tokens, followed by another token than the text's.
 
-    Blocks stay as they are. A copy of the text itself is misleading as well where the prompt has the later occurrence,
-    which is most of the time: whatever agrees is followed by something else.
+    Whatever a place of the answer is like, it was followed by something else in the prompt: copies are wrong from
+    their first token, but where the answer itself repeats more than eight. Blocks stay as they are.
     """
     answer, wrong = text.token_ids[text.num_prompt_tokens - 1 :], itertools.count(10**6)
     prompt = []
-    for place in range(1, len(answer)):
-        prompt += [*answer[max(0, place - 6) : place], next(wrong)]
+    for place in range(len(answer) - 1, 0, -1):  # the latest of equal places: that of the ending itself
+        prompt += [*answer[max(0, place - 8) : place], next(wrong)]
     shift = len(prompt) - (text.num_prompt_tokens - 1)
     blocks = tuple(dataclasses.replace(block, place=block.place + shift) for block in text.blocks)
     return RecordedText((*prompt, *answer), len(prompt) + 1, blocks)

@@ -49,12 +49,16 @@ class CopySource:
     """The text of a request, what its ending was followed by before, and how often that came again."""
 
     DECAY = 0.98
-    PRIOR_TOKENS = 4.0  # observations that the prior counts as, in each class: few, so that false matches end soon
+    PRIOR_TOKENS = 4.0  # observations that the prior counts as, in each class
+    # How far the prior is trusted follows the last dozen copies of any length: where texts mislead, classes that have
+    # not failed yet are not tried one by one.
+    TRUST_DECAY, TRUST_TOKENS = 0.9, 1.5
 
     def __init__(self, prior: Sequence[float] | None = None, longest_match: int = LONGEST_MATCH):
         self._text, self._match, self._longest = TextIndex(), NO_MATCH, longest_match
         self._prior = np.asarray(prior if prior is not None else COPY_PRIOR)
         self._accepted, self._reached = np.zeros((2, len(MATCH_LENGTHS)))
+        self._recent = self._expected = self.TRUST_TOKENS  # copies that were right, and that should have been
 
     @property
     def num_read(self) -> int:
@@ -82,7 +86,8 @@ class CopySource:
 
     def acceptance(self, count: int) -> np.ndarray:  # [count], in [0, 1]
         """P(copy k accepted | all before it were)."""
-        rates = (self._accepted + self.PRIOR_TOKENS * self._prior) / (self._reached + self.PRIOR_TOKENS)
+        prior = self._prior * min(1.0, self._recent / self._expected)
+        rates = (self._accepted + self.PRIOR_TOKENS * prior) / (self._reached + self.PRIOR_TOKENS)
         return rates[self._classes(count)]
 
     def _classes(self, count: int) -> np.ndarray:
@@ -95,3 +100,6 @@ class CopySource:
             sums *= self.DECAY
         np.add.at(self._reached, classes, 1.0)
         np.add.at(self._accepted, classes[:num_right], 1.0)
+        fixed = (1 - self.TRUST_DECAY) * self.TRUST_TOKENS  # the weight of the prior does not fade
+        self._recent = self.TRUST_DECAY * self._recent + fixed + num_right
+        self._expected = self.TRUST_DECAY * self._expected + fixed + float(self._prior[classes].sum())

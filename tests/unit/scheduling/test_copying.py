@@ -10,7 +10,9 @@ from dspark_hf.scheduling.copying import COPY_PRIOR, MATCH_LENGTHS, CopySource, 
 
 @pytest.fixture
 def without_decay(monkeypatch):
+    """Nothing fades, and the prior is always trusted."""
     monkeypatch.setattr(CopySource, "DECAY", 1.0)
+    monkeypatch.setattr(CopySource, "TRUST_TOKENS", 1e12)
 
 
 def test_acceptance_follows_the_length_of_the_match():
@@ -50,6 +52,30 @@ def test_tokens_after_the_first_wrong_one_teach_nothing(without_decay):
     assert source.acceptance(1)[0] == pytest.approx(COPY_PRIOR[2])
     source.read([2, 6, 7])
     assert source.acceptance(1)[0] == pytest.approx(4 * COPY_PRIOR[1] / 5)  # of class 2, wrong once
+
+
+def test_trust_by_hand(monkeypatch):
+    """Two matches of class 2 fail: of 1.5 copies that were right 1.5 are left, and 2.5 should have been."""
+    monkeypatch.setattr(CopySource, "TRUST_DECAY", 1.0)
+    source = CopySource()
+    source.read([5, 6])
+    for wrong in (100, 101, 102):
+        source.read([wrong, 5, 6])
+    assert source.match_length == 2
+    assert source.acceptance(2)[1] == pytest.approx(COPY_PRIOR[2] * 1.5 / 2.5)  # a class that has not been tried
+
+
+def test_prior_is_trusted_again_when_copies_are_right():
+    source = CopySource()
+    source.read([5, 6])
+    for wrong in range(100, 110):
+        source.read([wrong, 5, 6])
+    doubtful = source.acceptance(3)[2]
+    for _ in range(8):
+        source.read([7, 5, 6])
+    assert source.match_length > 2
+    assert source._recent > 0.9 * source._expected
+    assert doubtful < 0.5 * COPY_PRIOR[3]
 
 
 def test_false_matches_end_soon():
