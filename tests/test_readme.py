@@ -110,5 +110,5 @@ def test_extras_are_those_of_the_project():
 
 def test_figures_stand_beside_their_command():
     measured = README[README.index("## Measured") : README.index("## When not to use it")]
-    assert measured.index("python benchmarks/latency.py") < measured.index("| prompts |")
+    assert measured.index("dspark-hf eval gsm8k.jsonl") < measured.index("| prompts |")
     assert "<!--" not in README

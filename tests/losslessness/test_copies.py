@@ -34,9 +34,15 @@ from tests.losslessness.distributions import (
     sampling_pair,
     transition_p_value,
 )
-from tests.support.models import character_tokenizer
 from tests.support.eagle3 import oracle_eagle3
-from tests.support.models import oracle_draft, random_draft, random_prompt, spread_confidence, tiny_target
+from tests.support.models import (
+    character_tokenizer,
+    oracle_draft,
+    random_draft,
+    random_prompt,
+    spread_confidence,
+    tiny_target,
+)
 
 
 REPEATED = torch.tensor([[3, 4, 5, 6, 3, 4]])
