@@ -7,6 +7,7 @@ from transformers import GenerationConfig
 
 import dspark_hf
 from dspark_hf._compat import CACHE_KEY
+from dspark_hf.decoding.hopeless import HOPELESS_ROUNDS
 from tests.support.closeness import assert_close
 from tests.support.models import random_prompt
 from tests.support.scripted import (
@@ -263,12 +264,13 @@ def test_a_draft_that_is_never_accepted_warns_with_the_causes_and_the_figures_of
     draft.generation_config.num_assistant_tokens_schedule = "constant"
     with captured_log() as messages:
         text = generate(target, prompt, draft)
-        generate(target, prompt, draft, max_new_tokens=NUM_NEW + 7)
+        for count in (HOPELESS_ROUNDS + 2, HOPELESS_ROUNDS + 7):
+            generate(target, prompt, draft, max_new_tokens=count)
     assert torch.equal(text, plain)
-    # The prefill and the last round send no drafts.
+    # The prefill and the last round send no drafts; the first call is too short to say anything.
     assert [message.split(":")[1].split(",")[0] for message in messages] == [
-        f" {count - 2} rounds of this call sent drafts and brought 1.00 tokens each"
-        for count in (NUM_NEW, NUM_NEW + 7)
+        f" {count} rounds of this call sent drafts and brought 1.00 tokens each"
+        for count in (HOPELESS_ROUNDS, HOPELESS_ROUNDS + 5)
     ]
     for part in ("almost never accepted", "another target", "template", "layer ids", "still decides every token"):
         assert part in messages[0]

@@ -26,6 +26,7 @@ from dspark_hf import SPSCurve, collect_rounds, generate_many
 from dspark_hf._compat import CACHE_KEY
 from dspark_hf.decoding import verification
 from dspark_hf.scheduling import DraftingPolicy, policy
+from dspark_hf.scheduling.copying import CopySource
 from tests.losslessness.distributions import (
     ALPHA,
     VOCAB_SIZE,
@@ -59,6 +60,13 @@ PRICED = {"num_assistant_tokens_schedule": "hardware"}
 def cheap(monkeypatch):
     """Rounds in which drafts cost almost nothing: whatever may be right is sent."""
     monkeypatch.setattr(policy, "UNMEASURED", SPSCurve.linear(1e-3, 1e-3))
+
+
+@pytest.fixture
+def trusting(monkeypatch):
+    """Copies are believed in, whatever became of them: random texts would not be copied for long."""
+    monkeypatch.setattr(CopySource, "PRIOR_TOKENS", 1e6)
+    monkeypatch.setattr(CopySource, "TRUST_TOKENS", 1e6)
 
 
 @pytest.fixture
@@ -108,7 +116,7 @@ WARPERS = {
 
 @pytest.mark.parametrize("knobs", [UNPRICED, PRICED], ids=["unpriced", "priced"])
 @pytest.mark.parametrize("warpers", WARPERS)
-@pytest.mark.usefixtures("cheap")
+@pytest.mark.usefixtures("cheap", "trusting")
 @torch.no_grad()
 def test_transitions(warpers, knobs):
     target, draft = sampling_pair(0.0, noise=0.8)
@@ -116,7 +124,7 @@ def test_transitions(warpers, knobs):
     draft.generation_config.update(**knobs)
     kwargs, processors = WARPERS[warpers]
     text, stats = long_text(target, draft, 900, **kwargs)
-    assert sum(record.source == "copy" for record in stats.rounds) >= (200 if knobs is UNPRICED else 5)
+    assert sum(record.source == "copy" for record in stats.rounds) > 50
     assert 0.005 < stats.num_copied_accepted / stats.num_copied < 0.8
     assert transition_p_value(text, transitions(target, processors)) > ALPHA
 
@@ -210,7 +218,7 @@ def test_rows_of_a_batch():
 
 
 @pytest.mark.parametrize("knobs", [UNPRICED, PRICED], ids=["unpriced", "priced"])
-@pytest.mark.usefixtures("cheap")
+@pytest.mark.usefixtures("cheap", "trusting")
 def test_the_same_seed_gives_the_same_text(knobs):
     target, draft = sampling_pair(0.3, noise=0.8)
     draft.generation_config.update(**knobs)
