@@ -53,7 +53,7 @@ class Case:
     # Slots of the block at this text, the others are copied; by default all are drawn. It may read the past alone.
     num_drawn: Callable[[Text], int] = lambda text: 3
     copied: Callable[[Text, int], int] = lambda text, slot: (len(text) + slot) % VOCAB_SIZE
-    # Whether the slot after the drafts so far is sent: it may read these, not its own draft. The last: the whole block.
+    # Whether the slot after the drafts so far is sent: it may read these, not its own draft.
     sends: Callable[[Text, Text], bool] = lambda text, drafts: True
     looks_ahead: bool = False  # `sends` is asked about a slot with its own draft and those after it
     drafts: Callable[[Text], bool] = lambda text: True  # the gate
