@@ -127,7 +127,6 @@ def _print_comparison(results: list[PromptComparison], dtype: str, temperature: 
     )
     for heading in (*headings, "same\ntext"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("by source (rounds)")
     without = without_copies_summary(results)
     for pool in [*_summaries(results), *([without] if without is not None else [])]:
         table.add_row(
@@ -139,9 +138,11 @@ def _print_comparison(results: list[PromptComparison], dtype: str, temperature: 
             f"{pool.verify_length:.2f}",
             f"{pool.verified_per_token:.2f}",
             f"{pool.num_identical}/{pool.num_prompts}" if temperature == 0 else "-",
-            ", ".join(f"{source} {length:.1f} ({count})" for source, (count, length) in pool.by_source.items()),
         )
     console.print(table)
+    sources = summarize(results).by_source.items()
+    parts = ", ".join(f"{source} {length:.1f} ({count})" for source, (count, length) in sources)
+    console.print(f"Tokens per round by the source of its drafts (rounds): {parts}.", highlight=False)
     if temperature == 0:
         _print_differences(results, dtype)
 

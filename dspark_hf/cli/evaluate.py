@@ -30,7 +30,7 @@ from ..evaluation.drafters import (
 )
 from ..evaluation.evaluate import Settings, evaluate, num_answers, settings_for, warm_up
 from ..evaluation.report import check_can_report, write_report, write_tensorboard
-from ..evaluation.summary import Evaluation, interval_text, sources_text, summarize_runs
+from ..evaluation.summary import Evaluation, interval_text, summarize_runs
 from ..evaluation.tasks import BUILTIN, TaskData, load_tasks
 from .loading import check_prompting, load_target
 from .options import (
@@ -201,7 +201,6 @@ def _print_evaluation(evaluation: Evaluation) -> None:
         table.add_column("drafter", no_wrap=True)
         for heading in ("accepted\nlength", "verified\n/token", "speed-up\n[95 %]"):
             table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("by source (rounds)")
         for entry in evaluation.figures:
             if entry.decoding == decoding:
                 table.add_row(
@@ -210,7 +209,6 @@ def _print_evaluation(evaluation: Evaluation) -> None:
                     f"{entry.accepted_length.value:.2f}",
                     f"{entry.verified_per_token.value:.2f}",
                     escape(interval_text(entry.speedup)) if entry.drafter != PLAIN else "1",
-                    sources_text(entry.sources),
                 )
         console.print(table)
     for sentence in evaluation.sentences():

@@ -14,9 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..common.chat_tokens import encode_prompt
 from ..common.prompts import Prompt
 from ..drafts.modeling_dspark import DSparkDraftModel
+from ..profiling.automatic import QUICK_MIN_TOKENS
 from .timed import TimedAnswer, first_difference, timed_generate, totals
 
 
+WARM_UP_TOKENS = QUICK_MIN_TOKENS
 PLAIN, DSPARK, WITHOUT_COPIES = "plain", "dspark", "without copies"
 
 
@@ -126,7 +128,8 @@ def compare(
     inputs = [encode_prompt(tokenizer, prompt.text, raw) for prompt in prompts]
     ways = [PLAIN, DSPARK, *([WITHOUT_COPIES] if without_copies else [])]
     for way in ways:
-        _generate(target, draft, way, inputs[0], {**arguments, "max_new_tokens": min(8, max_new_tokens)})
+        # Long enough for round times to be measured now, on the first use, and not in a call that is timed.
+        _generate(target, draft, way, inputs[0], {**arguments, "max_new_tokens": min(WARM_UP_TOKENS, max_new_tokens)})
     results = []
     for index, (prompt, prompt_inputs) in enumerate(zip(prompts, inputs, strict=True)):
         runs: dict[str, list[TimedAnswer]] = {way: [] for way in ways}
