@@ -175,7 +175,7 @@ def summarize(results: Sequence[PromptComparison], name: str = "all") -> Compari
 def without_copies_summary(results: Sequence[PromptComparison]) -> ComparisonSummary | None:
     """Pool the runs without copies; `None` if there were none."""
     replaced = [replace(own, dspark=own.without_copies) for own in results if own.without_copies is not None]
-    return summarize(replaced, "without copies") if replaced else None
+    return summarize(replaced, "no copies") if replaced else None
 
 
 def _generate(
