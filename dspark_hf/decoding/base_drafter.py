@@ -33,6 +33,7 @@ from .drafter_inputs import (
 )
 from .drawing import BlockDrawer, DrawnBlocks, warn_not_finite
 from .request import Request
+from .verification import one_hot_probs
 
 
 class BaseDrafter(CandidateGenerator):
@@ -260,8 +261,8 @@ class BaseDrafter(CandidateGenerator):
         if not proposal.num_copied:
             return proposal.draft_logits
         copied = proposal.token_ids[:, -proposal.num_copied :]
-        one_hot = proposal.draft_logits.new_full((*copied.shape, proposal.draft_logits.shape[-1]), float("-inf"))
-        return torch.cat([proposal.draft_logits, one_hot.scatter_(-1, copied[..., None], 0.0)], dim=1)
+        like = proposal.draft_logits[:, :1].expand(-1, proposal.num_copied, -1)
+        return torch.cat([proposal.draft_logits, one_hot_probs(copied, like).log()], dim=1)
 
     def _stock_request(self, input_ids: torch.Tensor) -> Request:
         """The one text of the stock loop, as a request."""

@@ -30,8 +30,7 @@ def logits_to_probs(
     """The distribution that tokens are drawn from."""
     if do_sample:
         return torch.softmax(logits, dim=-1, dtype=torch.float32)
-    one_hot = torch.zeros_like(logits, dtype=torch.float32)
-    return one_hot.scatter_(-1, argmax_token(logits).unsqueeze(-1), 1.0)
+    return one_hot_probs(argmax_token(logits), logits)
 
 
 def argmax_token(
@@ -111,10 +110,10 @@ def select_bonus(
 
 
 def one_hot_probs(
-    token_ids: torch.Tensor,  # [R]
-    like: torch.Tensor,  # [R, V]
-) -> torch.Tensor:  # [R, V], fp32
-    """The q of copied drafts."""
+    token_ids: torch.Tensor,  # [...]
+    like: torch.Tensor,  # [..., V]
+) -> torch.Tensor:  # [..., V], fp32
+    """All probability on one token: greedy decoding, and the q of copied drafts."""
     return torch.zeros_like(like, dtype=torch.float32).scatter_(-1, token_ids.unsqueeze(-1), 1.0)
 
 

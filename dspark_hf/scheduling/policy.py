@@ -151,7 +151,8 @@ class DraftingPolicy:
 
     @property
     def _is_unpriced(self) -> bool:
-        return self.copies is not None and self.copies.shortest_match is not None
+        """Whether there is nothing to choose by price: every match is copied, or none."""
+        return self.copies is None or self.copies.shortest_match is not None
 
     def _should_draft(
         self, histories: Sequence[RequestHistory], slots: Sequence[int], tokens_left: Sequence[int] | None
