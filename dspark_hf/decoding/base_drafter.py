@@ -132,15 +132,15 @@ class BaseDrafter(CandidateGenerator):
         """
         tokens_left = None if others_wait else [request.num_left for request in requests]
         histories = histories_of(requests)
-        copied = [self._read_text(*pair) for pair in zip(requests, histories, strict=True)]
+        lengths = [self._read_text(*pair) for pair in zip(requests, histories, strict=True)]
         limits, slots = self._limits(requests)
-        copy_limits = [min(pair) for pair in zip(limits, map(len, copied), strict=True)]
+        copy_limits = [min(pair) for pair in zip(limits, lengths, strict=True)]
         plan = self.policy.plan(histories, copy_limits, slots, tokens_left)
         rows = [row for row, drafts in enumerate(plan.drafts_block) if drafts]
         blocks = dict(zip(rows, self._blocks(requests, rows, slots, plan, tokens_left) if rows else [], strict=True))
         nothing = [DraftProposal(request.input_ids[:, :0], drafted=False) for request in requests]
         proposals = [blocks.get(row, empty) for row, empty in enumerate(nothing)]
-        return self._with_copies(proposals, copied, plan, histories)
+        return self._with_copies(proposals, plan, histories)
 
     def _blocks(
         self,
@@ -153,16 +153,15 @@ class BaseDrafter(CandidateGenerator):
         """Write blocks, cut where further drafts do not pay off."""
         raise NotImplementedError
 
-    def _read_text(self, request: Request, history: RequestHistory) -> list[int]:
-        """Let the history read the new tokens; what a copy would go on with, up to the end of a text."""
+    def _read_text(self, request: Request, history: RequestHistory) -> int:
+        """Let the history read the new tokens; how many tokens may be copied, up to the end of a text."""
         source, options = history.copies, self.policy.copies
         if source is None or options is None:
-            return []
+            return 0
         source.read(request.input_ids[0, source.num_read :].cpu().numpy())
         if not source.match_length:
-            return []
-        copied = source.tokens(options.num_tokens).tolist()
-        return copied[: length_to_end(copied, self._end_ids)]
+            return 0
+        return length_to_end(source.tokens(options.num_tokens).tolist(), self._end_ids)
 
     def _limits(self, requests: Sequence[Request]) -> tuple[list[int], list[int]]:
         """Drafts of any kind that the text of each request has room for, and slots that it may draft."""
@@ -178,24 +177,20 @@ class BaseDrafter(CandidateGenerator):
     def _with_copies(
         self,
         proposals: Sequence[DraftProposal],
-        copied: Sequence[list[int]],  # what a copy would go on with
         plan: DraftPlan,
         histories: Sequence[RequestHistory],
     ) -> list[DraftProposal]:
         """Copy where that is planned, and beyond blocks that agree with a copy."""
-        lengths = [proposal.token_ids.shape[1] for proposal in proposals]
-        agree = [
-            0 < length < len(rates) and proposal.token_ids[0].tolist() == tokens[:length]
-            for proposal, length, rates, tokens in zip(proposals, lengths, plan.copy_acceptance, copied, strict=True)
-        ]
-        beyond = self.policy.copies_beyond(histories, plan, lengths, agree) if any(agree) else [0] * len(lengths)
+        if not any(map(len, plan.copy_acceptance)):
+            return list(proposals)
+        blocks = [proposal.token_ids[0].tolist() for proposal in proposals]
         joined = []
-        for row, (proposal, tokens, length) in enumerate(zip(proposals, copied, lengths, strict=True)):
-            count = beyond[row] if plan.drafts_block[row] else plan.copy_lengths[row]
-            if count:
-                ids = torch.tensor([tokens[length : length + count]], device=proposal.token_ids.device)
+        copied = self.policy.copied_tokens(histories, plan, blocks)
+        for proposal, tokens in zip(proposals, copied, strict=True):
+            if tokens:
+                ids = torch.tensor([tokens], device=proposal.token_ids.device)
                 token_ids = torch.cat([proposal.token_ids, ids], dim=1)
-                proposal = dataclasses.replace(proposal, token_ids=token_ids, num_copied=count)
+                proposal = dataclasses.replace(proposal, token_ids=token_ids, num_copied=len(tokens))
             joined.append(proposal)
         return joined
 

@@ -190,6 +190,30 @@ class DraftingPolicy:
         others = (plan.other_tokens, plan.other_gain) if plan is not None else (0, 0.0)
         return self.scheduler.verify_lengths(confidence, self._outlook(histories, weights, *others))
 
+    def copied_tokens(
+        self, histories: Sequence[RequestHistory], plan: DraftPlan, blocks: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """The tokens that each request copies: as planned, or beyond a block that agrees with a copy.
+
+        Args:
+            histories (`Sequence[RequestHistory]` of length R): Of the requests of the round.
+            plan (`DraftPlan`): That of the round.
+            blocks (`Sequence[Sequence[int]]` of length R): Drafts that each block sends; empty ones without a block.
+
+        Returns:
+            `list[list[int]]` of length R, empty where nothing is copied.
+        """
+        pairs = zip(histories, plan.copy_acceptance, strict=True)
+        copies = [own.copies.tokens(len(rates)).tolist() if own.copies and len(rates) else [] for own, rates in pairs]
+        lengths = [len(block) for block in blocks]
+        agree = [
+            0 < n < len(copy) and copy[:n] == list(block)
+            for n, copy, block in zip(lengths, copies, blocks, strict=True)
+        ]
+        beyond = self.copies_beyond(histories, plan, lengths, agree) if any(agree) else [0] * len(lengths)
+        counts = [max(pair) for pair in zip(plan.copy_lengths, beyond, strict=True)]  # one of them is 0
+        return [copy[n : n + count] for copy, n, count in zip(copies, lengths, counts, strict=True)]
+
     def copies_beyond(
         self, histories: Sequence[RequestHistory], plan: DraftPlan, lengths: Sequence[int], agree: Sequence[bool]
     ) -> tuple[int, ...]:

@@ -265,21 +265,10 @@ def _round(
     most = [int(min(text.num_left - 1, 2**31)) for text in texts]
     plan = policy.plan(histories, most, [min(limit, num_slots) for limit in most], tokens_left)
     lengths = _block_lengths(policy, texts, plan, tokens_left, num_slots)
-    copies = [
-        [] if history.copies is None else history.copies.tokens(len(rates)).tolist()
-        for history, rates in zip(histories, plan.copy_acceptance, strict=True)
-    ]
-    agree = [
-        0 < length < len(copied) and copied[:length] == list(text.block.token_ids[:length])
-        for text, length, copied in zip(texts, lengths, copies, strict=True)
-    ]
-    beyond = policy.copies_beyond(histories, plan, lengths, agree)
-    records = []
-    parts = zip(texts, lengths, copies, plan.copy_lengths, beyond, plan.drafts_block, strict=True)
-    for text, length, copied, num_copied, num_beyond, drafts in parts:
-        tokens = copied[length : length + num_beyond] if drafts else copied[:num_copied]
-        records.append(text.advance(length, tokens, drafts))
-    return records
+    blocks = [text.block.token_ids[:length] for text, length in zip(texts, lengths, strict=True)]
+    copied = policy.copied_tokens(histories, plan, blocks)
+    parts = zip(texts, lengths, copied, plan.drafts_block, strict=True)
+    return [text.advance(length, tokens, drafts) for text, length, tokens, drafts in parts]
 
 
 def _block_lengths(
