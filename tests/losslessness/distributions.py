@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from scipy import stats
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from dspark_hf import DSparkDraftModel
 from tests.support.models import oracle_draft
@@ -105,3 +105,9 @@ def sampling_pair(
     target.generation_config.update(pad_token_id=0, bos_token_id=None, eos_token_id=None, top_k=0)
     shape = {"num_hidden_layers": 1, "target_layer_ids": [-1], "num_target_layers": 1, "mask_token_id": VOCAB_SIZE - 1}
     return target, oracle_draft(target, noise=noise, **(sizes | shape | overrides))
+
+
+def transitions(target: PreTrainedModel, processors: Sequence[LogitsProcessor] = ()) -> torch.Tensor:
+    """The distribution after each token of a target that is a Markov chain, after its processors, `(V, V)`."""
+    ids = torch.arange(VOCAB_SIZE)[:, None]
+    return LogitsProcessorList(processors)(ids, target(ids).logits[:, -1].float()).softmax(-1)

@@ -29,11 +29,11 @@ from dspark_hf.scheduling import DraftingPolicy, policy
 from dspark_hf.scheduling.copying import CopySource
 from tests.losslessness.distributions import (
     ALPHA,
-    VOCAB_SIZE,
     chi_square_p_value,
     exact_texts,
     sampling_pair,
     transition_p_value,
+    transitions,
 )
 from tests.support.eagle3 import oracle_eagle3
 from tests.support.models import (
@@ -81,11 +81,6 @@ def blocks_first(monkeypatch):
         return dataclasses.replace(found, copy_lengths=lengths, drafts_block=drafts)
 
     monkeypatch.setattr(DraftingPolicy, "plan", plan)
-
-
-def transitions(target, processors=()):
-    logits = target(torch.arange(VOCAB_SIZE)[:, None]).logits[:, -1].float()
-    return LogitsProcessorList(processors)(torch.arange(VOCAB_SIZE)[:, None], logits).softmax(-1)
 
 
 def long_text(target, draft, num_tokens, **kwargs):

@@ -37,6 +37,7 @@ from tests.losslessness.distributions import (
     exact_texts,
     sampling_pair,
     transition_p_value,
+    transitions,
 )
 from tests.support.closeness import SAFE_LEAD, assert_close
 from tests.support.eagle3 import oracle_eagle3, random_eagle3, uncached_chain
@@ -169,11 +170,6 @@ CHAINS = {
     "top_p": ({"top_p": 0.7}, [TopPLogitsWarper(0.7)], {}),
     "reduced vocabulary top_k": ({"top_k": 4}, [TopKLogitsWarper(4)], {"draft_vocab_size": 7}),
 }
-
-
-def transitions(target, processors):
-    ids = torch.arange(VOCAB_SIZE)[:, None]
-    return LogitsProcessorList(processors)(ids, target(ids).logits[:, -1].float()).softmax(-1)
 
 
 @pytest.mark.parametrize("name", CHAINS)

@@ -36,6 +36,7 @@ from tests.losslessness.distributions import (
     exact_texts,
     sampling_pair,
     transition_p_value,
+    transitions,
 )
 from tests.support.models import spread_confidence
 
@@ -195,11 +196,6 @@ def long_text(target, draft, num_tokens, knobs, **kwargs):
             **kwargs,
         )
     return output[0, PROMPT.shape[1] - 1 :].tolist(), stats
-
-
-def transitions(target, processors=()):
-    logits = target(torch.arange(VOCAB_SIZE)[:, None]).logits[:, -1].float()
-    return LogitsProcessorList(processors)(torch.arange(VOCAB_SIZE)[:, None], logits).softmax(-1)
 
 
 CHAINS = {
