@@ -19,6 +19,7 @@ from ..common.files import json_values
 from ..common.versions import library_versions
 from ..decoding.criterion import resolve_options
 from ..evaluation.compare import ComparisonSummary, PromptComparison, compare, summarize, without_copies_summary
+from ..evaluation.timed import sources_text
 from .loading import check_prompting, load_pair, prompting_tokenizer
 from .options import (
     Device,
@@ -140,9 +141,8 @@ def _print_comparison(results: list[PromptComparison], dtype: str, temperature: 
             f"{pool.num_identical}/{pool.num_prompts}" if temperature == 0 else "-",
         )
     console.print(table)
-    sources = summarize(results).by_source.items()
-    parts = ", ".join(f"{source} {length:.1f} ({count})" for source, (count, length) in sources)
-    console.print(f"Tokens per round by the source of its drafts (rounds): {parts}.", highlight=False)
+    sources = sources_text(summarize(results).by_source)
+    console.print(f"Tokens per round by the source of its drafts (rounds): {sources}.", highlight=False)
     if temperature == 0:
         _print_differences(results, dtype)
 

@@ -15,7 +15,7 @@ from ..common.chat_tokens import encode_prompt
 from ..common.prompts import Prompt
 from ..drafts.modeling_dspark import DSparkDraftModel
 from ..profiling.automatic import QUICK_MIN_TOKENS
-from .timed import TimedAnswer, first_difference, timed_generate, totals
+from .timed import TimedAnswer, first_difference, timed_generate, tokens_by_source, totals
 
 
 WARM_UP_TOKENS = QUICK_MIN_TOKENS
@@ -166,9 +166,7 @@ def summarize(results: Sequence[PromptComparison], name: str = "all") -> Compari
         verify_length=dspark.stats.mean_verify_length,
         verified_per_token=dspark.stats.verified_per_token,
         acceptance_rate=dspark.stats.acceptance_rate,
-        by_source={
-            source: (own.num_rounds, own.accepted_length) for source, own in sorted(dspark.stats.by_source().items())
-        },
+        by_source=tokens_by_source(dspark.stats),
     )
 
 

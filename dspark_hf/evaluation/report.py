@@ -15,7 +15,8 @@ from ..common.plots import check_can_plot
 from .drafters import PLAIN
 from .intervals import Interval
 from .plots import acceptance_plot, length_plot, reliability_plot, speedup_plot, threshold_plot
-from .summary import Evaluation, interval_text, sources_text, verdict
+from .summary import Evaluation, interval_text, verdict
+from .timed import sources_text
 
 
 JSON_FILE, SUMMARY_FILE, PROMPTS_FILE, HTML_FILE = "report.json", "summary.csv", "prompts.csv", "report.html"
@@ -68,7 +69,7 @@ def summary_rows(evaluation: Evaluation) -> list[dict[str, Any]]:  # column -> v
             percentiles = getattr(entry, f"{name}_s")
             row |= {f"{name}_p50_s": percentiles.p50, f"{name}_p95_s": percentiles.p95}
         row["different_greedy_answers"] = entry.num_different
-        row["sources"] = sources_text(entry.sources)
+        row["sources"] = sources_text(entry.by_source)
         row["conditional_acceptance"] = " ".join(f"{rate.value:.4f}" for rate in entry.conditional_acceptance)
         rows.append(row)
     return rows

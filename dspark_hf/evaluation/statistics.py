@@ -24,7 +24,7 @@ from .drafters import PLAIN
 from .intervals import Interval, bootstrap, ratio, ratio_of_ratios
 from .record import Run
 from .tasks import ALL
-from .timed import first_difference, totals
+from .timed import first_difference, tokens_by_source, totals
 
 
 LENGTHS = (8, 32, 128)
@@ -38,15 +38,6 @@ class Percentiles:
 
     p50: float  # median, in seconds; NaN without any
     p95: float  # 95th percentile, in seconds
-
-
-@dataclass(frozen=True)
-class SourceFigures:
-    """The rounds of a drafter whose drafts came from one source."""
-
-    source: str  # see `RoundRecord.source`
-    num_rounds: int
-    accepted_length: float  # tokens per round, the bonus token included
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ class DrafterFigures:
     token_latency_s: Percentiles  # seconds per token after the first arrival, over answers
     first_token_s: Percentiles  # seconds to the first token, over answers
     num_different: int | None  # greedy answers that are not plain generation's; None when sampling
-    sources: tuple[SourceFigures, ...]  # where the drafts came from
+    by_source: dict[str, tuple[int, float]]  # source of drafts -> its rounds, and tokens per round
 
 
 @dataclass(frozen=True)
@@ -196,10 +187,7 @@ def drafter_figures(recording: Recording, task: str, decoding: str, drafter: str
         token_latency_s=_percentiles([run.token_latency_s for run in runs]),
         first_token_s=_percentiles([run.first_token_s for run in runs]),
         num_different=sum(_first_difference(recording, run) is not None for run in runs) if is_greedy else None,
-        sources=tuple(
-            SourceFigures(source, own.num_rounds, own.accepted_length)
-            for source, own in sorted(pooled.by_source().items())
-        ),
+        by_source=tokens_by_source(pooled),
     )
 
 

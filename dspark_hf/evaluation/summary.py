@@ -20,7 +20,6 @@ from .statistics import (
     LengthSpeedup,
     QuestionFigures,
     Recording,
-    SourceFigures,
     WorstDecile,
     confidence_figures,
     drafter_figures,
@@ -166,11 +165,6 @@ def interval_text(
         return "-"
     ends = "" if math.isnan(interval.low) else f" [{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
     return f"{interval.value:.{digits}f}{ends}"
-
-
-def sources_text(sources: Sequence[SourceFigures]) -> str:  # such as `"block 1.9 (20), copy 4.2 (12)"`
-    """Accepted length by the source of the drafts, with the rounds of each."""
-    return ", ".join(f"{own.source} {own.accepted_length:.1f} ({own.num_rounds})" for own in sources)
 
 
 def _extent(part: LengthSpeedup) -> str:

@@ -82,6 +82,16 @@ def totals(answers: Iterable[TimedAnswer]) -> Totals:
     return Totals(num_tokens, sum(answer.seconds for answer in answers), AcceptanceStats(rounds))
 
 
+def tokens_by_source(stats: AcceptanceStats) -> dict[str, tuple[int, float]]:
+    """Source of drafts -> its rounds, and the tokens per round, bonus token included."""
+    return {source: (own.num_rounds, own.accepted_length) for source, own in sorted(stats.by_source().items())}
+
+
+def sources_text(by_source: dict[str, tuple[int, float]]) -> str:  # such as `"block 1.9 (20), copy 4.2 (12)"`
+    """Tokens per round by source, with the rounds of each, for people."""
+    return ", ".join(f"{source} {length:.1f} ({count})" for source, (count, length) in by_source.items())
+
+
 def timed_generate(target: PreTrainedModel, inputs: dict[str, torch.Tensor], arguments: dict[str, Any]) -> TimedAnswer:
     """Generate and time one answer, by whatever drafter the arguments name."""
     inputs = {name: value.to(target.device) for name, value in inputs.items()}
